@@ -1,0 +1,80 @@
+# Every target makes the environment that it needs; a second run finds it by its stamp.
+#
+#   make demo     train a small network on real data with two processes and plot the run
+#   make test     everything that make check does, then the test suite
+#   make check    lint, format, types, dependency law, spelling, room rules, documentation
+#   make bench    speed beside plain PyTorch and the previous major release
+#   make docs     the documentation as a site in site/
+#   make format   rewrite the code in the house format
+#   make clean    remove environments, caches and build output
+
+PYTHON ?= python3
+VENV := .venv
+REFERENCE_VENV := .venv-reference
+REFERENCE_PACKAGES := accelerate==1.15.0 lightning-fabric==2.6.6 torchdata
+BIN := $(VENV)/bin
+export NO_MKDOCS_2_WARNING := 1
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Tests that start groups of processes run alone: on a small machine two groups at a time would slow each other down.
+GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/faults)
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check bench docs format clean unit-tests group-tests
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# The demo needs the library and two packages, so that a newcomer waits for little more than torch.
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.created
+	$(BIN)/python $(PIP_INSTALL) --editable ".[demo]"
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
+	$(BIN)/python $(PIP_INSTALL) --editable ".[dev]"
+	touch $@ $(VENV)/.demo
+
+$(REFERENCE_VENV)/.ready: constraints.txt
+	$(PYTHON) -m venv $(REFERENCE_VENV)
+	$(REFERENCE_VENV)/bin/python $(PIP_INSTALL) $(REFERENCE_PACKAGES)
+	touch $@
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/digits_cnn.py --output demo-output
+
+test: check unit-tests group-tests
+
+unit-tests: $(VENV)/.dev
+	$(PYTEST) -n 2 --dist loadfile $(GROUP_TESTS:%=--ignore=%)
+
+group-tests: $(VENV)/.dev unit-tests
+	$(if $(GROUP_TESTS),$(PYTEST) $(GROUP_TESTS))
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/python tools/check_rooms.py
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
+	$(BIN)/python benchmarks/run.py --reference-python $(REFERENCE_VENV)/bin/python
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) $(REFERENCE_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,110 @@
+"""Run case scripts under both interpreters, in alternating sessions, and collect what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CASES = Path(__file__).resolve().parent / "cases"
+OURS, REFERENCE = "ours", "reference"
+
+
+class CaseFailure(RuntimeError):
+    """A case script ended with an error or without a result."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """One command to measure: a script of `cases/`, its arguments and its number of processes."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    processes: int = 1
+    sessions: int = 2
+
+
+@dataclass
+class Samples:
+    """All rounds of one script under one interpreter."""
+
+    series: dict[str, list[float]] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def add(self, result: dict[str, object]) -> None:
+        series = result.pop("series")
+        assert isinstance(series, dict)
+        for name, values in series.items():
+            self.series.setdefault(name, []).extend(values)
+        self.facts.update(result)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.series[name])
+
+    def extra(self, name: str, base: str = "plain") -> float:
+        """Return the median over the rounds of what `name` took more than its neighbour `base`."""
+        pairs = zip(self.series[name], self.series[base], strict=True)
+        return statistics.median(value - other for value, other in pairs)
+
+    def ratio(self, name: str, base: str = "plain") -> float:
+        """Return the median over the rounds of `name` divided by its neighbour `base`."""
+        pairs = zip(self.series[name], self.series[base], strict=True)
+        return statistics.median(value / other for value, other in pairs)
+
+
+@dataclass(frozen=True)
+class Interpreters:
+    """The interpreters to compare; the reference may be missing."""
+
+    ours: Path
+    reference: Path | None
+
+    def items(self) -> list[tuple[str, Path]]:
+        pairs = [(OURS, self.ours), (REFERENCE, self.reference)]
+        return [(name, path) for name, path in pairs if path is not None]
+
+
+def measure(script: Script, interpreters: Interpreters) -> dict[str, Samples]:
+    """Run a script under each interpreter in turn, several times, and pool the rounds."""
+    samples = {name: Samples() for name, _ in interpreters.items()}
+    for session in range(script.sessions):
+        order = interpreters.items()
+        for name, python in order if session % 2 == 0 else reversed(order):
+            samples[name].add(run_once(script, name, python))
+    return samples
+
+
+def run_once(script: Script, name: str, python: Path) -> dict[str, object]:
+    """Run a script once and return the result that it printed."""
+    command = [str(python)]
+    if script.processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={script.processes}"]
+    command += [str(CASES / script.name), *script.arguments]
+    finished = subprocess.run(command, env=environment(name), capture_output=True, text=True, check=False, timeout=300)
+    for line in finished.stdout.splitlines():
+        if line.startswith("RESULT "):
+            result: dict[str, object] = json.loads(line.removeprefix("RESULT "))
+            return result
+    raise CaseFailure(f"{' '.join(command)} ended with code {finished.returncode}:\n{finished.stderr[-3000:]}")
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the variables of a measured process: one thread, and no path from the reference to our package."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    if name == REFERENCE:
+        variables.pop("PYTHONPATH", None)
+    return variables
+
+
+def default_interpreters(reference: Path | None) -> Interpreters:
+    """Take the running interpreter as ours."""
+    return Interpreters(Path(sys.executable), reference)
+
+
+def log(words: Sequence[str]) -> None:
+    print(*words, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Ground floor: what every other package may import and that imports none of them."""

@@ -1,0 +1,35 @@
+"""The tree of exceptions that users can meet.
+
+AccelerateError
+├── ConfigurationError (ValueError)              wrong arguments, contradictory settings
+├── WrongTypeError (TypeError)                   an object of a type that cannot work
+├── UsageError (RuntimeError)                    right arguments, wrong moment
+├── MissingPackageError (ImportError)            an optional package is needed and absent
+└── DistributedOperationException (RuntimeError) checked mode: the ranks disagree about a collective
+"""
+
+from __future__ import annotations
+
+
+class AccelerateError(Exception):
+    """Catch every error that the library raises on purpose."""
+
+
+class ConfigurationError(AccelerateError, ValueError):
+    """Report arguments or settings that cannot work, alone or together."""
+
+
+class WrongTypeError(AccelerateError, TypeError):
+    """Report an object of a type that the operation cannot handle."""
+
+
+class UsageError(AccelerateError, RuntimeError):
+    """Report a call that is right in itself but comes at the wrong moment."""
+
+
+class MissingPackageError(AccelerateError, ImportError):
+    """Report an optional package that is needed and cannot be imported."""
+
+
+class DistributedOperationException(AccelerateError, RuntimeError):
+    """Report that the ranks disagree about a collective, found by the checked mode."""

@@ -1,0 +1,62 @@
+"""Small pure helpers for names, sizes and nested dictionaries."""
+
+from __future__ import annotations
+
+import platform
+from functools import reduce
+from typing import Any
+
+from packaging.version import InvalidVersion, parse
+
+from accelerate._base.warn_once import warn_once
+
+_UNITS = ("bytes", "KB", "MB", "GB", "TB")
+_OLDEST_KERNEL = "5.5.0"
+
+
+def convert_bytes(size: float) -> str:
+    """Write a number of bytes in the largest fitting unit: `convert_bytes(2048) == "2.0 KB"`."""
+    for unit in _UNITS:
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def get_pretty_name(obj: object) -> str:
+    """Return the name of a function or class, or that of an object's class."""
+    owner = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or owner)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put the entries of `source` into `destination`, at every depth, and return it."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            inner = destination.setdefault(key, {})
+            destination[key] = merge_dicts(value, inner if isinstance(inner, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: object, attr: str) -> Any:
+    """Return an attribute by its dotted path: `recursive_getattr(model, "encoder.layer.weight")`."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+def check_os_kernel() -> None:
+    """Warn on a Linux kernel so old that processes are known to hang on it."""
+    if platform.system() != "Linux":
+        return
+    release = platform.release().partition("-")[0].partition("+")[0]
+    try:
+        old = parse(release) < parse(_OLDEST_KERNEL)
+    except InvalidVersion:  # a vendor's own naming; nothing is known of it
+        return
+    if old:
+        warn_once(
+            f"This machine runs Linux kernel {release}; before {_OLDEST_KERNEL} processes may hang. "
+            "Update the kernel if yours do.",
+            stacklevel=3,
+        )

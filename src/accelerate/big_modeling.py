@@ -1,0 +1,341 @@
+"""Models larger than the memory of a device: made empty, loaded to their places, and run from there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ._base import constants
+from ._base.errors import ConfigurationError
+from .config import env
+from .devices import registry
+from .hooks.align import AlignDevicesHook, SkipKeys, attach_align_device_hook
+from .hooks.base import add_hook_to_module
+from .hooks.casting import LayerwiseCastingHook
+from .hooks.dispatch import first_accelerator, guard_moves, hook_device_map, weights_of_offloaded
+from .hooks.whole_model import CpuOffload, UserCpuOffloadHook
+from .offload.device_map import check_device_map
+from .offload.loading import load_checkpoint_in_model
+from .offload.memory import get_balanced_memory
+from .offload.places import DISK, META, Place, as_device
+from .offload.planner import infer_auto_device_map
+from .offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
+from .offload.tensors import TiedCache, set_module_tensor_to_device
+from .offload.ties import find_tied_parameters, on_host, shared_weights
+
+__all__ = [
+    "attach_layerwise_casting_hooks",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+]
+
+M = TypeVar("M", bound=nn.Module)
+FilePath = str | os.PathLike[str]
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Make models without memory for their parameters, which land on the meta device.
+
+    Args:
+        include_buffers: Put buffers on the meta device too; ACCELERATE_INIT_INCLUDE_BUFFERS decides if not given.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = nn.Sequential(*[nn.Linear(10000, 10000) for _ in range(1000)])
+        ```
+    """
+    with init_on_device(META, include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterator[None]:
+    """Make models whose parameters are put on a device as they are made.
+
+    Args:
+        include_buffers: Put buffers there too; ACCELERATE_INIT_INCLUDE_BUFFERS decides if not given.
+    """
+    target = as_device(device)
+    if env.flag("ACCELERATE_INIT_INCLUDE_BUFFERS") if include_buffers is None else include_buffers:
+        with target:
+            yield
+        return
+    register = nn.Module.register_parameter
+
+    @functools.wraps(register)
+    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        # A parameter that is there already keeps its identity, so tied weights stay tied.
+        if param is not None and param.device != target:
+            set_module_tensor_to_device(module, name, target, clear_cache=False)
+
+    nn.Module.register_parameter = register_on_device  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _running_device(model: nn.Module, execution_device: Place | None) -> Place:
+    """Return where a model runs: as given, or where its first parameter is."""
+    if execution_device is not None:
+        return execution_device
+    first = next(model.parameters(), None)
+    return registry.default().value.device() if first is None or first.device == META else first.device
+
+
+def cpu_offload(
+    model: M,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+) -> M:
+    """Keep the weights on the CPU, and bring those of each module to the device while it runs.
+
+    Args:
+        execution_device: Where the model runs; where its first parameter is if not given.
+        state_dict: The weights on the CPU, if they are at hand.
+        preload_module_classes: Class names of modules that use the weights of their children without calling them.
+    """
+    device = _running_device(model, execution_device)
+    weights = on_host(model.state_dict()) if state_dict is None else state_dict
+    _attach_offload(model, device, weights, offload_buffers, preload_module_classes, _tied_cache(model, weights))
+    return model
+
+
+def disk_offload(
+    model: M,
+    offload_dir: FilePath,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Iterable[str] | None = None,
+) -> M:
+    """Keep the weights in a folder, and read those of each module while it runs.
+
+    Args:
+        offload_dir: A folder that has an index already is used as it is; otherwise the weights are written to it.
+    """
+    if not has_offload_index(offload_dir):
+        offload_state_dict(offload_dir, model.state_dict())
+    device = _running_device(model, execution_device)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    _attach_offload(model, device, weights, offload_buffers, preload_module_classes, None)
+    return model
+
+
+def _attach_offload(
+    model: nn.Module,
+    device: Place,
+    weights: Mapping[str, torch.Tensor],
+    offload_buffers: bool,
+    preload: Iterable[str] | None,
+    tied: TiedCache | None,
+) -> None:
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
+        tied_params_map=tied,
+    )
+
+
+def _tied_cache(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> TiedCache:
+    tied = find_tied_parameters(model)
+    names = {name for group in tied for name in group}
+    return shared_weights({name: weights[name] for name in names if name in weights})
+
+
+def cpu_offload_with_hook(
+    model: M, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[M, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU until it runs; it stays on the device until its handle sends it back.
+
+    Args:
+        prev_module_hook: The handle of the model that runs before this one in a pipeline, and makes room for it.
+
+    Example:
+        ```python
+        first, first_hook = cpu_offload_with_hook(first, 0)
+        second, second_hook = cpu_offload_with_hook(second, 0, prev_module_hook=first_hook)
+        second(first(x))  # `first` goes back to the CPU before `second` comes
+        second_hook.offload()
+        ```
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def dispatch_model(
+    model: M,
+    device_map: Mapping[str, Place],
+    main_device: Place | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: FilePath | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+) -> M:
+    """Put the modules of a model where a device map says, and make it run from there.
+
+    Args:
+        device_map: A place for each module: a device, `"cpu"` or `"disk"`.
+        main_device: Where modules on the CPU and the disk run; the first accelerator of the map if not given.
+        state_dict: The weights of the modules on the CPU, if they are at hand.
+        offload_dir: The folder for the modules on the disk.
+        offload_index: Where each weight on the disk is found, such as in safetensors files.
+        skip_keys: Names of keyword arguments that are not moved between devices.
+        preload_module_classes: Class names of modules that use the weights of their children without calling them.
+        force_hooks: Use hooks even if all modules lie on one device.
+
+    Raises:
+        ConfigurationError: If a tensor has no place, or modules on the disk have no folder.
+    """
+    check_device_map(model, device_map)
+    places = {str(place) for place in device_map.values()}
+    if len(places) > 1 or DISK in places or force_hooks:
+        main = first_accelerator(device_map) if main_device is None else main_device
+        weights = weights_of_offloaded(model, device_map, main, state_dict, offload_dir, offload_index)
+        hook_device_map(model, device_map, main, weights, offload_buffers, skip_keys, preload_module_classes)
+        guard_moves(model)
+    else:
+        model.to(as_device(next(iter(device_map.values()))))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def load_checkpoint_and_dispatch(
+    model: M,
+    checkpoint: FilePath,
+    device_map: str | Mapping[str, Place] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    offload_folder: FilePath | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Iterable[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> M:
+    """Load a checkpoint into a model, usually an empty one, with each weight where it will be used.
+
+    Args:
+        checkpoint: A weights file, an index of shards, or a folder with one of these.
+        device_map: A place for each module; or `"auto"`/`"balanced"` to spread the model evenly, `"balanced_low_0"`
+            to keep the first accelerator light, `"sequential"` to fill one after the other. Without it the weights
+            are only loaded.
+        max_memory: The memory that a made map may use on each device.
+        no_split_module_classes: Class names of the blocks that stay whole in a made map.
+        offload_folder: Where weights for the disk are written.
+
+    Raises:
+        ConfigurationError: If the map is an unknown word, or the checkpoint does not fit.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = Model(config)
+        model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
+        ```
+    """
+    places = device_map
+    if isinstance(places, str):
+        places = _made_map(model, places, max_memory, no_split_module_classes, dtype, offload_buffers)
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=places,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if places is None:
+        return model
+    return dispatch_model(
+        model,
+        places,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _made_map(
+    model: nn.Module,
+    word: str,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split: str | Iterable[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Place]:
+    if word not in _STRATEGIES:
+        raise ConfigurationError(
+            f"The device map {word!r} is not known. Write one of {', '.join(map(repr, _STRATEGIES))}, or a dictionary."
+        )
+    limits: Mapping[int | str, int | str] | None = max_memory
+    if word != "sequential":
+        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=word == "balanced_low_0")
+    return infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a small dtype, and compute in a larger one.
+
+    Args:
+        skip_modules_pattern: Regular expressions; modules with a match in their dotted name keep their dtype.
+        skip_modules_classes: Classes of modules that keep their dtype, with all below them.
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    skipped = skip_modules_classes or ()
+
+    def visit(current: nn.Module, name: str) -> None:
+        if isinstance(current, skipped) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(current, constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(current, hook, append=True)
+            return
+        for key, child in current.named_children():
+            visit(child, f"{name}.{key}" if name else key)
+
+    visit(module, "")

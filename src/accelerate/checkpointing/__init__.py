@@ -1,0 +1,1 @@
+"""Write and read the state of a run."""

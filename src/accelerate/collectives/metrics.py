@@ -1,0 +1,290 @@
+"""Collect what a metric needs from all processes: every sample once, in the order of the dataset."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._base.errors import WrongTypeError
+from .._base.warn_once import warn_once
+from ..runtime import current
+from . import communicator
+from .call_site import user_stacklevel
+from .checked import verify
+from .containers import children, is_namedtuple, leaves, rebuilt
+from .nested import find_device, recursively_apply, send_to_device
+from .packing import Spec, is_packable, pack, packed_size, spec_of, unpack
+
+
+class RowShare(Protocol):
+    """How many rows this process's batch has, padding included, and how many of the first are real samples."""
+
+    @property
+    def rows(self) -> int | None: ...
+
+    @property
+    def real(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Takes the padding off the values that hold one row, or k rows, per sample."""
+
+    rows: int
+    real: int
+
+    @property
+    def removes(self) -> bool:
+        return self.real < self.rows
+
+    def __call__(self, value: Any, size: int, path: str) -> Any:
+        if not self.removes or size == 0:
+            return value
+        if size % self.rows == 0:
+            return value[: size // self.rows * self.real]
+        warn_once(
+            f"gather_for_metrics cannot tell which rows of {_named(path)}, of size {size}, belong to the "
+            f"{self.rows - self.real} padded samples of this batch of {self.rows}, and keeps them all; pass values with "
+            "one row per sample.",
+            stacklevel=user_stacklevel(),
+        )
+        return value
+
+
+_KEEP_ALL = _Cut(0, 0)
+# Together with the shapes this fits into the first exchange of a communicator.
+_LARGEST_INLINE = 1024
+
+
+def gather_for_metrics_rows(data: Any, share: RowShare | None, use_gather_object: bool = False) -> Any:
+    """Gather `data` from all processes without the rows that pad a batch.
+
+    Tensors are concatenated in rank order. Lists of anything but tensors, lists of mappings, and tuples of plain
+    values such as strings are lists of samples and are joined. Other containers are structure: they are merged entry
+    by entry, and a plain value in one becomes the list of the values of all processes.
+
+    Args:
+        share: the rows of the current batch; with None nothing is cut.
+        use_gather_object: take every list, and a tensor given by itself, as a list of samples.
+    """
+    runtime = current.runtime()
+    cut = _KEEP_ALL
+    if share is not None and share.rows is not None and share.real is not None:
+        cut = _Cut(share.rows, share.real)
+    if not runtime.is_distributed:
+        return _trimmed(data, cut, use_gather_object) if cut.removes else data
+    if runtime.checked:
+        verify("gather_for_metrics")
+    own = _trimmed(data, cut, use_gather_object)
+    tensors = _only_tensors(own, use_gather_object)
+    heads = communicator().gather_object(_head(tensors, cut.removes))
+    if any(head.padded for head in heads):
+        _warn_of_scalars(own)
+    if tensors is None or any(head.signature != heads[0].signature for head in heads):
+        return _gather_as_objects(own, use_gather_object)
+    gathered = iter(_gather_tensors(tensors, heads))
+    return recursively_apply(lambda _: next(gathered), own)
+
+
+class _Head(NamedTuple):
+    """What the ranks tell each other first, so that all of them take the same way."""
+
+    padded: bool
+    signature: int | None
+    """The paths of the tensors in a structure that holds nothing else; None for any other structure."""
+    specs: list[Spec]
+    packed: bool
+    content: bytes | None
+    """The tensors themselves, if they are small enough to travel along."""
+
+
+def _head(tensors: dict[str, Tensor] | None, padded: bool) -> _Head:
+    if tensors is None:
+        return _Head(padded, None, [], False, None)
+    listed = list(tensors.values())
+    specs = [spec_of(tensor) for tensor in listed]
+    packed = is_packable(listed)
+    inline = packed and packed_size(specs) <= _LARGEST_INLINE and all(leaf.device.type == "cpu" for leaf in listed)
+    content = pack(listed).numpy().tobytes() if inline else None
+    return _Head(padded, zlib.crc32(repr(list(tensors)).encode()), specs, packed, content)
+
+
+def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head]) -> list[Any]:
+    """Gather tensors whose shapes on all ranks are known, in as few exchanges as their size allows."""
+    group = communicator()
+    listed = list(tensors.values())
+    alike = all(head.specs == heads[0].specs for head in heads)
+    if all(head.content is not None for head in heads):
+        rows = [torch.frombuffer(bytearray(head.content or b"") or bytearray(1), dtype=torch.uint8) for head in heads]
+    elif len(listed) > 1 and all(head.packed for head in heads):
+        buffer = pack(listed)
+        rows = list(group.gather(buffer).view(len(heads), -1)) if alike else group.gather_uneven(buffer)
+    elif alike:
+        return [group.gather(tensor) for tensor in listed]
+    else:
+        return [_joined(group.gather_uneven(tensor), path) for path, tensor in tensors.items()]
+    columns = zip(*[unpack(row, head.specs) for row, head in zip(rows, heads, strict=True)], strict=True)
+    return [
+        send_to_device(_joined(list(column), path), tensor.device)
+        for column, (path, tensor) in zip(columns, tensors.items(), strict=True)
+    ]
+
+
+def weighted_mean(value: Any, weight: float | Tensor) -> Any:
+    """Return the mean over processes of values that stand for different numbers of samples.
+
+    A process whose weight is 0 does not count, whatever its value. With no weight at all the result is nan.
+
+    Args:
+        value: a tensor or number, such as the mean loss of this process, or a nested structure of these.
+        weight: what this process's value stands for, such as its number of samples.
+    """
+    runtime = current.runtime()
+    if runtime.is_distributed and runtime.checked:
+        verify("weighted_mean", value)
+    shapes: list[Tensor] = []
+
+    def remember(leaf: Any) -> Any:
+        shapes.append(torch.as_tensor(leaf).detach())
+        return leaf
+
+    recursively_apply(remember, value, test_type=_is_number, error_on_other_type=True)
+    own_weight = float(weight)
+    dtype = torch.float64 if all(leaf.device.type == "cpu" for leaf in shapes) else torch.float32
+    device = next((leaf.device for leaf in shapes), None)
+    parts = [leaf.to(device=device, dtype=dtype).reshape(-1) for leaf in shapes]
+    # A mean over no samples is nan; times the weight 0 it would spoil the sum.
+    weighted = [part * own_weight if own_weight else torch.zeros_like(part) for part in parts]
+    packed = torch.cat([*weighted, torch.tensor([own_weight], device=device, dtype=dtype)])
+    total = communicator().reduce(packed, "sum")
+    means: Iterator[Tensor] = iter((total[:-1] / total[-1]).split([leaf.numel() for leaf in shapes]))
+    templates = iter(shapes)
+
+    def result(leaf: Any) -> Tensor:
+        template, mean = next(templates), next(means)
+        floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        kind = template.dtype if floating else torch.get_default_dtype()
+        return mean.reshape(template.shape).to(device=template.device, dtype=kind)
+
+    return recursively_apply(result, value, test_type=_is_number)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Tensor, int, float, np.number))
+
+
+def _named(path: str) -> str:
+    return f"the entry {path}" if path else "the value"
+
+
+def _is_samples(data: Any, always: bool) -> bool:
+    """Return whether a container is a list with one item per sample, rather than structure."""
+    if isinstance(data, list):
+        if always or not data or any(isinstance(item, Mapping) for item in data):
+            return True
+        if any(isinstance(item, Tensor) for item in data):
+            return False
+        return not all(isinstance(leaf, Tensor) for _, leaf in leaves(data))
+    # Torch collates the strings of a batch of tuples into a plain tuple.
+    return isinstance(data, tuple) and not is_namedtuple(data) and bool(data) and all(_is_plain(item) for item in data)
+
+
+def _is_plain(item: Any) -> bool:
+    return not isinstance(item, (Tensor, np.ndarray)) and children(item) is None
+
+
+def _is_empty_tuple(data: Any) -> bool:
+    return isinstance(data, tuple) and not data
+
+
+def _trimmed(data: Any, cut: _Cut, always: bool, path: str = "") -> Any:
+    """Return the structure with each leaf and each list of samples cut to the real samples."""
+    if isinstance(data, (Tensor, np.ndarray)):
+        return cut(data, data.shape[0], path) if data.ndim else data
+    if _is_samples(data, always):
+        return cut(data, len(data), path)
+    entries = children(data)
+    if entries is None:
+        return data
+    return rebuilt(data, [_trimmed(value, cut, always, path + step) for step, value in entries])
+
+
+def _only_tensors(data: Any, always: bool, path: str = "") -> dict[str, Tensor] | None:
+    """Return the tensors of a structure that holds nothing else, by path, or None."""
+    if isinstance(data, Tensor):
+        return None if always else {path: data}
+    entries = None if _is_samples(data, always) else children(data)
+    if entries is None:
+        return None
+    found: dict[str, Tensor] = {}
+    for step, value in entries:
+        below = _only_tensors(value, always, path + step)
+        if below is None:
+            return None
+        found |= below
+    return found
+
+
+def _warn_of_scalars(data: Any) -> None:
+    for path, leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim() == 0:
+            warn_once(
+                f"gather_for_metrics was given a tensor without dimensions, {_named(path)}, on a batch that is padded "
+                "on some process, so a mean of the gathered values counts padded samples; use "
+                "`accelerator.weighted_mean(value, weight)` for the mean over all samples.",
+                stacklevel=user_stacklevel(),
+            )
+
+
+def _joined(parts: list[Tensor], path: str) -> Any:
+    """Concatenate tensors, or list their rows where the other dimensions differ."""
+    parts = [part.reshape(1) if part.dim() == 0 else part for part in parts]
+    filled = [part for part in parts if part.shape[0]] or parts[:1]
+    if len({part.shape[1:] for part in filled}) == 1:
+        return torch.cat(filled)
+    warn_once(
+        f"gather_for_metrics was given {_named(path)} with rows of different shapes, so it returns a list with one "
+        "tensor per sample; call `accelerator.pad_across_processes(value, dim=...)` first to get one tensor.",
+        stacklevel=user_stacklevel(),
+    )
+    return [row for part in parts for row in part.unbind()]
+
+
+def _gather_as_objects(data: Any, always: bool) -> Any:
+    device = find_device(data)
+    # A pickled tensor would come back on the device of the process it is from.
+    values = communicator().gather_object(send_to_device(data, "cpu"))
+    merged = _merged(values, always, "")
+    return merged if device is None else send_to_device(merged, device)
+
+
+def _merged(values: list[Any], always: bool, path: str) -> Any:
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        joined = _joined(values, path)
+        return list(joined) if always and not path else joined
+    if all(isinstance(value, np.ndarray) for value in values):
+        return np.concatenate([np.atleast_1d(value) for value in values])
+    # Of a tuple of strings that was all padding, nothing is left to tell what it was: the other ranks know.
+    if all(_is_samples(value, always) or _is_empty_tuple(value) for value in values) and any(values):
+        return [item for value in values for item in value]
+    entries = [children(value) for value in values]
+    steps = [None if entry is None else [child.step for child in entry] for entry in entries]
+    if all(step is None for step in steps):
+        return values
+    if any(step != steps[0] for step in steps):
+        described = ", ".join(
+            f"rank {rank}: {type(v).__name__} {s}" for rank, (v, s) in enumerate(zip(values, steps, strict=True))
+        )
+        raise WrongTypeError(
+            f"gather_for_metrics was given {_named(path)} with another structure on each process ({described}), which "
+            "cannot be merged; pass the same keys everywhere, or a list with one item per sample"
+        )
+    columns = zip(*[entry or [] for entry in entries], strict=True)
+    return rebuilt(first, [_merged([c.value for c in column], always, path + column[0].step) for column in columns])

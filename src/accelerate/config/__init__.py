@@ -1,0 +1,1 @@
+"""Options of the library: one declaration each, filled from arguments, then the environment, then defaults."""

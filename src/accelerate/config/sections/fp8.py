@@ -1,0 +1,184 @@
+"""Options of training in 8-bit floats, one recipe per library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate._base.errors import MissingPackageError
+from accelerate._base.imports import (
+    is_msamp_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+    require,
+)
+from accelerate._base.warn_once import warn_once
+from accelerate.config import env
+from accelerate.config.knob import INTEGER, UPPER, YES_NO, knob
+from accelerate.config.settings import KwargsHandler
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+Backend = Literal["MSAMP", "TE"]
+OptLevel = Literal["O1", "O2"]
+FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
+AmaxComputeAlgorithm = Literal["max", "most_recent"]
+
+_PREFIX = "ACCELERATE_FP8_"
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """Options of 8-bit training with torchao.
+
+    Args:
+        config: A whole `Float8LinearConfig`; made from the two last options where it is not given.
+        module_filter_func: Called with a module and its name; says whether to convert it.
+        pad_inner_dim: Pad matrices whose inner size is not a multiple of 16.
+        enable_fsdp_float8_all_gather: Let FSDP gather weights in 8 bits.
+
+    Raises:
+        MissingPackageError: torchao is not installed.
+    """
+
+    config: Float8LinearConfig | None = knob(help="Whole configuration of torchao.")
+    module_filter_func: Callable[..., bool] | None = knob(help="Says whether to convert a module.")
+    pad_inner_dim: bool = knob(
+        help="Pad matrices to a multiple of 16.", env=_PREFIX + "PAD_INNER_DIM", codec=YES_NO, fallback=True
+    )
+    enable_fsdp_float8_all_gather: bool = knob(
+        help="Let FSDP gather weights in 8 bits.",
+        env=_PREFIX + "ENABLE_FSDP_FLOAT8_ALL_GATHER",
+        codec=YES_NO,
+        fallback=True,
+    )
+
+    def normalise(self) -> None:
+        """Make torchao's configuration where none was given."""
+        if not is_torchao_available():
+            raise MissingPackageError(
+                "AORecipeKwargs() needs the package 'torchao' in version 0.6.1 or later, which is not installed. "
+                'Install it with `pip install "accelerate[quantization]"`.'
+            )
+        if self.config is None:
+            float8 = require("torchao.float8", why="Training in 8-bit floats", extra="quantization")
+            self.config = float8.Float8LinearConfig(
+                pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+            )
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """Options of 8-bit training with TransformerEngine.
+
+    Args:
+        use_autocast_during_eval: Compute in 8 bits in evaluation too.
+        margin: Margin of the scaling factor.
+        interval: Steps between two computations of the scaling factor.
+        fp8_format: The number format: HYBRID, E4M3 or E5M2.
+        amax_history_len: Length of the history behind the scaling factor.
+        amax_compute_algo: What is taken from the history: `"max"` or `"most_recent"`.
+        override_linear_precision: Compute forward, gradient of inputs, gradient of weights in higher precision.
+        use_mxfp8_block_scaling: Scale in blocks.
+
+    Raises:
+        MissingPackageError: TransformerEngine is not installed.
+    """
+
+    use_autocast_during_eval: bool = knob(
+        help="Compute in 8 bits in evaluation too.",
+        env=_PREFIX + "USE_AUTOCAST_DURING_EVAL",
+        codec=YES_NO,
+        fallback=False,
+    )
+    margin: int = knob(help="Margin of the scaling factor.", env=_PREFIX + "MARGIN", codec=INTEGER, fallback=0)
+    interval: int = knob(
+        help="Steps between two computations of the scaling factor.",
+        env=_PREFIX + "INTERVAL",
+        codec=INTEGER,
+        fallback=1,
+    )
+    fp8_format: FP8Format = knob(
+        help="Number format.",
+        env=_PREFIX + "FORMAT",
+        codec=UPPER,
+        fallback="HYBRID",
+        choices=("HYBRID", "E4M3", "E5M2"),
+        flag="fp8_format",
+    )
+    amax_history_len: int = knob(
+        help="Length of the history behind the scaling factor.",
+        env=_PREFIX + "AMAX_HISTORY_LEN",
+        codec=INTEGER,
+        fallback=1024,
+    )
+    amax_compute_algo: AmaxComputeAlgorithm = knob(
+        help="What is taken from the history.",
+        env=_PREFIX + "AMAX_COMPUTE_ALGO",
+        fallback="most_recent",
+        choices=("max", "most_recent"),
+    )
+    override_linear_precision: tuple[bool, bool, bool] = knob(help="Parts that compute in higher precision.")
+    use_mxfp8_block_scaling: bool = knob(
+        help="Scale in blocks.", env=_PREFIX + "USE_MXFP8_BLOCK_SCALING", codec=YES_NO, fallback=False
+    )
+
+    def normalise(self) -> None:
+        """Read the option that is spread over three variables, and check for the package."""
+        self._normalise_recipe()
+        if not is_transformer_engine_available():
+            raise MissingPackageError(
+                f"{type(self).__name__}() needs the package 'transformer_engine', which is not installed. "
+                "Install it with `pip install transformer_engine[pytorch]`."
+            )
+
+    def _normalise_recipe(self) -> None:
+        self.fp8_format = UPPER.parse(self.fp8_format)  # type: ignore[assignment]
+        if self.override_linear_precision is None:
+            forward, inputs, weights = (env.flag(f"{_PREFIX}OVERRIDE_{part}") for part in ("FPROP", "DGRAD", "WGRAD"))
+            self.override_linear_precision = (forward, inputs, weights)
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Options of 8-bit training with MS-AMP.
+
+    Args:
+        opt_level: `"O1"` keeps gradients in 8 bits, `"O2"` optimizer states too.
+    """
+
+    opt_level: OptLevel = knob(
+        help="How much of the training is kept in 8 bits.",
+        env=_PREFIX + "OPT_LEVEL",
+        fallback="O2",
+        choices=("O1", "O2"),
+    )
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Options of both older recipes at once; deprecated in favour of the separate ones.
+
+    Args:
+        backend: Which of the two libraries to use; MS-AMP where it is installed.
+    """
+
+    backend: Backend = knob(
+        help="Library that computes.", env=_PREFIX + "BACKEND", codec=UPPER, choices=("MSAMP", "TE"), flag="fp8_backend"
+    )
+
+    def normalise(self) -> None:
+        """Choose the library and check for the package of that one alone."""
+        warn_once(
+            "FP8RecipeKwargs is deprecated. Write TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs instead.",
+            FutureWarning,
+            stacklevel=4,
+        )
+        chosen: Any = self.backend or ("MSAMP" if is_msamp_available() else "TE")
+        self.backend = UPPER.parse(chosen)  # type: ignore[assignment]
+        if self.backend == "TE":
+            super().normalise()
+        else:
+            self._normalise_recipe()

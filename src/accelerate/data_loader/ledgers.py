@@ -1,0 +1,168 @@
+"""The account of a pass: what was handed out so far, and what this process holds of the batch at hand.
+
+A batch is named by its number in the pass, counted from 1; nothing is computed before somebody asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .plan import UNKNOWN_SHARE, Block, MicroBatch, Rounds, Share, Windows, clamp
+from .sharding import BatchSamplerShard, IterableDatasetShard, Records
+
+
+class Ledger:
+    """The account of a loader whose batches are taken as they come.
+
+    Args:
+        unit: global samples of a step, 0 if unknown.
+        start: samples of the epoch that were handed out before the pass.
+        skipped: batches of this process that the pass leaves out.
+    """
+
+    def __init__(self, unit: int = 0, start: int = 0, skipped: int = 0) -> None:
+        self.unit = unit
+        self.start = start
+        self.skipped = skipped
+
+    @property
+    def remainder(self) -> int | None:
+        """Real samples of an incomplete last step as far as known now; None to fall back on the dataset's length."""
+        return None
+
+    def consumed(self, number: int) -> int:
+        """Return the global samples of the epoch handed out up to this batch."""
+        return self.start + (number + self.skipped) * self.unit
+
+    def share(self, number: int) -> Share:
+        """Return rows and real rows of this process's batch."""
+        return UNKNOWN_SHARE
+
+    def micro_batch(self, number: int) -> MicroBatch | None:
+        """Return the batch's part in its window, None without windows."""
+        return None
+
+    def note(self, number: int, note: Any) -> None:
+        """Take what a batch brought along."""
+
+
+class SplitLedger(Ledger):
+    """The account of a loader that was divided by somebody else: which rows repeat is not known."""
+
+    @property
+    def remainder(self) -> int | None:
+        return -1
+
+
+class RoundsLedger(Ledger):
+    """The account of batches of one size."""
+
+    def __init__(self, rounds: Rounds, rank: int, skipped: int = 0) -> None:
+        super().__init__(rounds.unit, rounds.start, skipped)
+        self.rounds = rounds
+        self.rank = rank
+
+    @property
+    def remainder(self) -> int | None:
+        return self.rounds.remainder
+
+    def consumed(self, number: int) -> int:
+        return self.rounds.consumed(number + self.skipped)
+
+    def share(self, number: int) -> Share:
+        return self.rounds.share(self.rank, number + self.skipped - 1)
+
+
+class RecordedLedger(Ledger):
+    """The account of batches of varying size, read from the notes of their sampler."""
+
+    def __init__(self, shard: BatchSamplerShard, start: int, skipped: int = 0) -> None:
+        super().__init__(0, start, skipped)
+        self.shard = shard
+
+    @property
+    def records(self) -> Records:
+        """The notes of the pass, which the sampler begins when it is opened."""
+        return self.shard.records
+
+    @property
+    def remainder(self) -> int | None:
+        return self.records.remainder
+
+    def consumed(self, number: int) -> int:
+        return self.start + sum(self.records.round_real[: number + self.skipped])
+
+    def share(self, number: int) -> Share:
+        index = number + self.skipped - 1
+        return Share(self.records.rows[index], self.records.real[index])
+
+
+class GroupLedger(Ledger):
+    """The account of groups of an iterable dataset; an incomplete one says its size when it comes."""
+
+    def __init__(self, shard: IterableDatasetShard, start: int, skipped: int = 0, *, ready_batches: bool) -> None:
+        super().__init__(shard.group_size, start, skipped)
+        self.rank = shard.process_index
+        self.rows = shard.group_size // shard.num_processes
+        self.ready_batches = ready_batches
+        self.missing = 0
+        self.noted, self.real = 0, 0
+
+    @property
+    def remainder(self) -> int | None:
+        if self.ready_batches:
+            return -1
+        return self.real if self.noted else 0
+
+    def note(self, number: int, note: Any) -> None:
+        self.noted, self.real = number, note
+        self.missing += self.unit - note
+
+    def consumed(self, number: int) -> int:
+        return super().consumed(number) - self.missing
+
+    def share(self, number: int) -> Share:
+        real = self.rows
+        if number == self.noted:
+            real = clamp(self.real - self.rank * self.rows, 0, self.rows)
+        if self.ready_batches:
+            return Share(None, None if real else 0)
+        return Share(self.rows, real)
+
+    def is_short(self, number: int) -> bool:
+        """Return whether the batch belongs to an incomplete group."""
+        return self.noted == number
+
+
+class WindowLedger(Ledger):
+    """The account of micro-batches that are cut from windows."""
+
+    def __init__(self, windows: Windows, rank: int, skipped: int = 0) -> None:
+        super().__init__(0, windows.start, skipped)
+        self.windows = windows
+        self.rank = rank
+        self.noted: tuple[int, Block] | None = None
+
+    @property
+    def remainder(self) -> int | None:
+        return 0
+
+    def note(self, number: int, note: Any) -> None:
+        self.noted = (number, note)
+
+    def _block(self, number: int) -> Block:
+        if self.noted is not None and self.noted[0] == number:
+            return self.noted[1]
+        block = self.windows.block(number + self.skipped - 1)
+        if block is None:
+            raise IndexError(f"the pass has no micro-batch {number}")
+        return block
+
+    def consumed(self, number: int) -> int:
+        return self._block(number).end if number else self.start
+
+    def share(self, number: int) -> Share:
+        return self.windows.share(self._block(number), self.rank)
+
+    def micro_batch(self, number: int) -> MicroBatch | None:
+        return self.windows.micro_batch(self._block(number), self.rank)

@@ -1,0 +1,263 @@
+"""The loader that each process reads for itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
+from ..collectives.nested import send_to_device
+from ..collectives.rng import synchronize_rng_states
+from .adapter import DataLoaderAdapter, DataLoaderStateMixin
+from .carrier import Counted
+from .ledgers import GroupLedger, Ledger, RecordedLedger, RoundsLedger, SplitLedger, WindowLedger
+from .parts import copy_loader, nested_samplers, outer_batch_sampler
+from .sharding import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from .windows import WindowBatchSampler, WindowDataset
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader whose batches belong to this process and are put on its device.
+
+    One batch is read ahead, so that `end_of_dataloader` is true while the last one is processed.
+
+    Args:
+        device: Where batches are put; where they are if None.
+        rng_types: Random generators that take rank 0's state at the start of each pass.
+        synchronized_generator: The generator meant by "generator" in `rng_types`.
+        skip_batches: Batches left out at the start of each pass.
+        use_stateful_dataloader: Whether torchdata's loader, which can save its state, reads the data.
+        torch_device_mesh: Accepted for symmetry with the dispatcher.
+        iteration: Number of the next epoch.
+        kwargs: Arguments of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Iterable[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self._configure(device, rng_types, synchronized_generator, _drop_last=_drop_last, _non_blocking=_non_blocking)
+        self.skip_batches = skip_batches
+        self.iteration = iteration
+
+    def _configure(
+        self,
+        device: torch.device | str | None,
+        rng_types: Iterable[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        *,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+    ) -> None:
+        self.device = torch.device(device) if isinstance(device, (str, int)) else device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self._states: deque[dict[str, Any]] | None = None
+        self.skip_batches = 0
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = 0
+        self.split_elsewhere = 0
+
+    @classmethod
+    def around(cls, base: Any, device: torch.device | str | None = None, **options: Any) -> DataLoaderShard:
+        """Return a prepared loader around a loader as it is."""
+        loader: DataLoaderShard = object.__new__(cls)
+        stateful = options.pop("use_stateful_dataloader", False)
+        loader._wrap(base, stateful)
+        loader._configure(device, **options)
+        return loader
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        source, dropped = self._open()
+        device, non_blocking = self.device, self._non_blocking
+        is_special = self._states is not None or isinstance(self._ledger, (GroupLedger, WindowLedger))
+        try:
+            batches = islice(source, dropped, None) if dropped else iter(source)
+            batch = next(batches, _NOTHING)
+            if batch is _NOTHING:
+                self._end_empty()
+                return
+            for upcoming in batches:
+                self._taken += 1
+                if is_special:
+                    batch = self._unpack(batch)
+                if device is not None:
+                    batch = send_to_device(batch, device, non_blocking)
+                yield batch
+                batch = upcoming
+            self._taken += 1
+            self.end_of_dataloader = True
+            if is_special:
+                batch = self._unpack(batch)
+            self._settle_remainder()
+            if device is not None:
+                batch = send_to_device(batch, device, non_blocking)
+            yield batch
+            self._complete()
+        finally:
+            self.end()
+
+    def _open(self) -> tuple[Any, int]:
+        """Begin a pass: return what to read, and how many of its first batches are dropped."""
+        start, unit = self._take_start()
+        base, dropped = self.base_dataloader, self.skip_batches
+        ledger: Ledger
+        sampler = _sharded_sampler(base)
+        dataset = getattr(base, "dataset", None)
+        skipped = dropped + _skipped_by_sampler(base) + self._resumed_batches
+        self._resumed_batches = 0
+        if sampler is not None:
+            sampler.start = start
+            ledger = _sampler_ledger(sampler, start, skipped)
+        elif isinstance(dataset, WindowDataset):
+            dataset.start = start
+            ledger = WindowLedger(dataset.windows.starting_at(start), dataset.process_index, skipped)
+        elif isinstance(dataset, IterableDatasetShard) and not self.split_elsewhere:
+            by_batches = _can_drop_batches(base, start, unit, dataset.group_size)
+            dataset.start, dataset.start_unit = (0 if by_batches else start), unit
+            dropped += start // dataset.group_size if by_batches else 0
+            ledger = GroupLedger(dataset, start, skipped, ready_batches=base.batch_size is None)
+        else:
+            base, ledger, more = self._open_as_it_is(start, skipped)
+            dropped += more
+        self._ledger = ledger
+        self._forward_epoch(self.iteration)
+        self.begin()
+        if (remainder := ledger.remainder) is not None:
+            self.remainder = -1 if self._drop_last or isinstance(ledger, (GroupLedger, RecordedLedger)) else remainder
+        self._states = deque() if self._has_stateful_base else None
+        return (base if self._states is None else self._capturing(base, self._states)), dropped
+
+    def _open_as_it_is(self, start: int, skipped: int) -> tuple[Any, Ledger, int]:
+        base = self.base_dataloader
+        sampler = outer_batch_sampler(base)
+        batch_size = getattr(sampler, "batch_size", None) or getattr(base, "batch_size", None) or 1
+        unit = batch_size * max(self.split_elsewhere, 1)
+        ledger = (SplitLedger if self.split_elsewhere else Ledger)(unit, start, skipped)
+        if start == 0:
+            return base, ledger, 0
+        dropped, rest = divmod(start, unit)
+        dataset = getattr(base, "dataset", None)
+        if isinstance(dataset, IterableDataset) and base.num_workers <= 1 and not self.split_elsewhere:
+            return copy_loader(base, dataset=_Offset(dataset, start)), ledger, 0
+        if dataset is not None and sampler is not None and not isinstance(dataset, IterableDataset):
+            name = "sampler" if isinstance(base.sampler, BatchSampler) else "batch_sampler"
+            return copy_loader(base, **{name: SkipBatchSampler(sampler, dropped)}), ledger, 0
+        return base, ledger, dropped + (rest > 0)
+
+    def _capturing(self, source: Any, states: deque[dict[str, Any]]) -> Iterator[Any]:
+        """Take the state after each batch before the next one is read ahead."""
+        for batch in source:
+            states.append(self.base_dataloader.state_dict())
+            yield batch
+
+    def _unpack(self, batch: Any) -> Any:
+        """Take what the batch at hand brought along, or what was put aside for it."""
+        if self._states:
+            state = self._states.popleft()
+            self.dl_state_dict = {**state, "_iterator_finished": True} if self.end_of_dataloader else state
+        if type(batch) is not Counted:
+            return batch
+        if self._ledger is not None:
+            self._ledger.note(self._taken, batch.note)
+        return batch.batch
+
+    def _end_empty(self) -> None:
+        """Count a pass without a batch if it was the rest of an epoch; an empty loader stays where it is."""
+        if self._ledger is not None and self._ledger.start:
+            self._complete()
+        self._finished = True
+
+    def _settle_remainder(self) -> None:
+        """Set the remainder that is only known at the last batch."""
+        ledger = self._ledger
+        if isinstance(ledger, RecordedLedger) and not self._drop_last and ledger.remainder is not None:
+            self.remainder = ledger.remainder
+        elif isinstance(ledger, GroupLedger) and not self._drop_last and ledger.remainder is not None:
+            is_unknown = ledger.ready_batches
+            self.remainder = -1 if is_unknown else (ledger.real if ledger.is_short(self._taken) else 0)
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self.skip_batches, 0)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step over all processes."""
+        dataset = getattr(self.base_dataloader, "dataset", None)
+        if isinstance(dataset, IterableDatasetShard):
+            return dataset.group_size
+        if isinstance(dataset, WindowDataset):
+            return dataset.windows.size
+        sampler = _sharded_sampler(self.base_dataloader) or outer_batch_sampler(self.base_dataloader)
+        if isinstance(sampler, WindowBatchSampler):
+            return sampler.windows.size
+        size: int = sampler.batch_size if sampler is not None else self.base_dataloader.batch_size
+        if getattr(sampler, "split_batches", False):
+            return size
+        return size * (self.split_elsewhere or getattr(sampler, "num_processes", 1))
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset over all processes."""
+        dataset = self.base_dataloader.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset = dataset.dataset
+        length: int = dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+        return length
+
+
+class _Offset(IterableDataset[Any]):
+    """An iterable dataset without its first elements."""
+
+    def __init__(self, dataset: Iterable[Any], start: int) -> None:
+        self.dataset = dataset
+        self.start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.start, None)
+
+
+_NOTHING: Any = object()
+
+
+def _sharded_sampler(loader: Any) -> BatchSamplerShard | WindowBatchSampler | None:
+    for part in nested_samplers(loader):
+        if isinstance(part, (BatchSamplerShard, WindowBatchSampler)):
+            return part
+    return None
+
+
+def _skipped_by_sampler(loader: Any) -> int:
+    return sum(part.skip_batches for part in nested_samplers(loader) if isinstance(part, SkipBatchSampler))
+
+
+def _sampler_ledger(sampler: BatchSamplerShard | WindowBatchSampler, start: int, skipped: int) -> Ledger:
+    if isinstance(sampler, WindowBatchSampler):
+        return WindowLedger(sampler.plan(start), sampler.process_index, skipped)
+    rounds = sampler.rounds(start)
+    if rounds is not None:
+        return RoundsLedger(rounds, sampler.process_index, skipped)
+    return RecordedLedger(sampler, start, skipped)
+
+
+def _can_drop_batches(loader: Any, start: int, unit: int, group_size: int) -> bool:
+    """Several workers keep their turns only if whole batches are drawn and dropped."""
+    return loader.num_workers > 1 and unit in (0, group_size) and start % group_size == 0

@@ -1,0 +1,137 @@
+"""The description of one kind of hardware, with defaults that go through `torch.accelerator`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .._base.enums import DistributedType
+
+
+@dataclass(frozen=True)
+class DeviceBackend:
+    """Facts about one device type, and the few operations that differ between types.
+
+    A new vendor is usually only data: an instance of this class. Where `torch.accelerator` and the device module
+    `torch.<type>` do not do the right thing, a subclass overrides the method.
+
+    Args:
+        type: The string of `torch.device(...)`.
+        label: How a data-parallel run on this hardware is called in `DistributedType`.
+        group_backend: The backend of `torch.distributed` for tensors on this hardware.
+        package: The package whose import teaches torch this device type, if torch does not know it by itself.
+        visible_devices_variable: The environment variable that limits which devices a process sees.
+        priority: Backends with a higher number are preferred when several are available.
+        rng_key: The name of this hardware's random state in a checkpoint.
+        autocast_dtypes: Names of the dtypes that autocast supports here without asking the hardware.
+        needs_device_ids: Whether `DistributedDataParallel` wants the device index.
+    """
+
+    type: str
+    label: DistributedType
+    group_backend: str
+    package: str | None = None
+    visible_devices_variable: str | None = None
+    priority: int = 0
+    rng_key: str = ""
+    autocast_dtypes: frozenset[str] = field(default_factory=frozenset)
+    needs_device_ids: bool = True
+
+    def load(self) -> bool:
+        """Import the vendor's package, if it has one, and return whether torch can know this device type now."""
+        if self.package is None:
+            return True
+        with suppress(ImportError, ValueError):
+            if importlib.util.find_spec(self.package) is not None:
+                importlib.import_module(self.package)
+                return True
+        return False
+
+    @property
+    def module(self) -> ModuleType | None:
+        """Return `torch.<type>`, or None where torch has no such module."""
+        module = getattr(torch, self.type, None)
+        return module if isinstance(module, ModuleType) else None
+
+    def is_available(self) -> bool:
+        """Return whether a device of this type can be used now."""
+        if not self.load():
+            return False
+        check = getattr(self.module, "is_available", None)
+        return bool(check()) if check is not None else False
+
+    def device_count(self) -> int:
+        """Return how many devices of this type the process sees."""
+        count = getattr(self.module, "device_count", None)
+        return int(count()) if count is not None else 0
+
+    def device(self, index: int | None = None) -> torch.device:
+        """Return the torch device; an index beyond the number of devices wraps around."""
+        if index is None:
+            return torch.device(self.type)
+        return torch.device(self.type, index % max(self.device_count(), 1))
+
+    def set_device(self, device: torch.device) -> None:
+        """Make `device` the current one of this process."""
+        if device.index is None:
+            return
+        select = getattr(self.module, "set_device", None)
+        if select is not None:
+            select(device)
+        else:
+            torch.accelerator.set_device_index(device.index)
+
+    def prepare_process(self) -> None:
+        """Do what a process needs once before it uses this hardware."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work that was queued."""
+        wait = getattr(self.module, "synchronize", None)
+        if wait is not None:
+            wait()
+
+    def empty_cache(self) -> None:
+        """Give cached memory of the device back."""
+        release = getattr(self.module, "empty_cache", None)
+        if release is not None:
+            release()
+
+    def get_rng_state(self) -> Any:
+        """Return the random state of the device, or None where there is none apart from torch's own."""
+        getter = getattr(self.module, "get_rng_state", None)
+        return getter() if getter is not None else None
+
+    def set_rng_state(self, state: Any) -> None:
+        """Restore a random state that `get_rng_state` returned."""
+        setter = getattr(self.module, "set_rng_state", None)
+        if setter is not None:
+            setter(state)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the random generators of all devices of this type."""
+        seeder = getattr(self.module, "manual_seed_all", None)
+        if seeder is not None:
+            seeder(seed)
+
+    def supports_autocast(self, dtype: str) -> bool:
+        """Return whether autocast to `dtype` ("float16" or "bfloat16") works on this hardware."""
+        if dtype in self.autocast_dtypes:
+            return True
+        if dtype == "bfloat16":
+            check = getattr(self.module, "is_bf16_supported", None)
+            return bool(check()) if check is not None else False
+        return False
+
+    def ddp_device_ids(self, device: torch.device) -> list[int] | None:
+        """Return the `device_ids` argument of `DistributedDataParallel` for a model on `device`."""
+        return [device.index] if self.needs_device_ids and device.index is not None else None
+
+    def barrier_device_ids(self, device: torch.device) -> list[int] | None:
+        """Return the `device_ids` argument of `torch.distributed.barrier`, which only some group backends take."""
+        return [device.index] if self.group_backend == "nccl" and device.index is not None else None

@@ -1,0 +1,16 @@
+"""NVIDIA and AMD GPUs."""
+
+from __future__ import annotations
+
+from .._base.enums import DistributedType
+from .base import DeviceBackend
+
+BACKEND = DeviceBackend(
+    type="cuda",
+    label=DistributedType.MULTI_GPU,
+    group_backend="nccl",
+    visible_devices_variable="CUDA_VISIBLE_DEVICES",
+    priority=30,
+    rng_key="torch_cuda_manual_seed",
+    autocast_dtypes=frozenset({"float16"}),
+)

@@ -1,0 +1,81 @@
+"""Start a function on several processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing
+
+from ._base.errors import ConfigurationError
+from .config.env import patch_environment
+from .runtime import current
+
+
+class _Worker:
+    """What each process runs: name its rank, then call the function."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
+        self.function = function
+        self.args = args
+        self.variables = variables
+
+    def __call__(self, rank: int) -> None:
+        current.reset()
+        with patch_environment(**self.variables, rank=str(rank), local_rank=str(rank)):
+            self.function(*self.args)
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
+    """Run a function on several CPU processes, to try a training function before it goes to a real machine.
+
+    Args:
+        function: The function; each process runs it.
+        args: Its arguments.
+        num_processes: How many processes to start.
+
+    Raises:
+        ConfigurationError: If the number of processes is not positive, or a process group exists here already.
+        torch.multiprocessing.ProcessRaisedException: If the function fails in a process, with its traceback.
+
+    Example:
+        ```python
+        from accelerate import Accelerator, debug_launcher
+
+
+        def training_function() -> None:
+            accelerator = Accelerator()
+            accelerator.print(f"{accelerator.num_processes} processes")
+
+
+        debug_launcher(training_function, num_processes=2)
+        ```
+    """
+    if num_processes < 1:
+        raise ConfigurationError(f"num_processes={num_processes!r} starts nothing. Write 1 or more.")
+    if torch.distributed.is_initialized():
+        raise ConfigurationError(
+            "debug_launcher was called in a process that is already in a process group, which its workers would inherit. "
+            "Call it before an Accelerator is made under a launcher, or reset that one with `accelerator.reset()`."
+        )
+    handle, meeting = tempfile.mkstemp(prefix="accelerate-rendezvous-")
+    os.close(handle)
+    os.unlink(meeting)  # the store makes the file itself
+    variables = {
+        "world_size": str(num_processes),
+        "local_world_size": str(num_processes),
+        "accelerate_mixed_precision": "no",
+        "accelerate_debug_rdv_file": meeting,
+        "accelerate_use_cpu": "yes",
+        "gloo_socket_ifname": "lo",
+        "fork_launched": "1",
+    }
+    try:
+        torch.multiprocessing.start_processes(
+            _Worker(function, args, variables), nprocs=num_processes, join=True, start_method="fork"
+        )
+    finally:
+        if os.path.exists(meeting):
+            os.unlink(meeting)

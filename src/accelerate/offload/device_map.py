@@ -1,0 +1,69 @@
+"""The table from module names to devices: checked, and written as short as possible."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from .._base.errors import ConfigurationError
+from .places import Place, lookup, prefixes
+
+
+def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> dict[str, Place]:
+    """Return the map with one entry for every sub-tree that lies on one device.
+
+    Args:
+        module_name: Shorten only what lies at or below this module.
+    """
+    below: dict[str, list[Place]] = {}
+    for name, place in device_map.items():
+        for prefix in set(prefixes(name)):
+            below.setdefault(prefix, []).append(place)
+    uniform = {prefix for prefix, places in below.items() if len(places) > 1 and len(set(places)) == 1}
+    shortened: dict[str, Place] = {}
+    for name, place in device_map.items():
+        shortened[_shortest(name, uniform, module_name)] = place
+    return shortened
+
+
+def _shortest(name: str, uniform: set[str], module_name: str) -> str:
+    """Return the highest module of `uniform` above `name` and not above `module_name`, or `name` itself."""
+    inside = [prefix for prefix in prefixes(name) if not module_name or f"{prefix}.".startswith(f"{module_name}.")]
+    return next((prefix for prefix in reversed(inside) if prefix in uniform), name)
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
+    """Check that a device map gives every tensor of the state dict a place.
+
+    Raises:
+        ConfigurationError: If a tensor has none.
+    """
+    tensors = dict.fromkeys(model.state_dict())
+    missing = [name for name in tensors if lookup(device_map, name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"The device map {dict(device_map)!r} gives no device for {', '.join(missing)}: a tensor without a place "
+            'cannot be loaded. Add their modules to the map, or an entry "" for everything that is left.'
+        )
+    known = {name for name, _ in model.named_modules()} | tensors.keys()
+    known |= {name for name, _ in model.named_buffers()}
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        warnings.warn(
+            f"The keys {unknown!r} of the device map name no module of {type(model).__name__}, so they place nothing.",
+            stacklevel=2,
+        )
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Place]) -> None:
+    """Warn about tied parameters that a device map puts on different devices."""
+    for group in tied_params:
+        places = {name: lookup(device_map, name) for name in group}
+        if len(set(places.values())) > 1:
+            warnings.warn(
+                f"Tied parameters lie on different devices: {places!r}. They will not be one tensor any more; "
+                "give their modules one device to keep them tied.",
+                stacklevel=2,
+            )

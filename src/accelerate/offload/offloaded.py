@@ -1,0 +1,145 @@
+"""Modules whose weights are offloaded: recognised, brought back for a while, and read whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .places import Place
+from .tensors import get_non_persistent_buffers, named_module_tensors, set_module_tensor_to_device
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadingHook(Protocol):
+    """What this file needs of the hook that fetches a module's weights."""
+
+    offload: bool
+    place_submodules: bool
+    execution_device: Place | None
+    weights_map: Mapping[str, torch.Tensor] | None
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Fetch the weights."""
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Send the weights away again."""
+
+
+def offloading_hook(module: nn.Module) -> OffloadingHook | None:
+    """Return the hook that offloads a module's weights, also where it is one of several."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    candidates: tuple[Any, ...] = getattr(hook, "hooks", (hook,))
+    offloading = (
+        each for each in candidates if getattr(each, "offload", None) is True and hasattr(each, "weights_map")
+    )
+    return next(offloading, None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether the weights of this very module, not of its children, are offloaded."""
+    return offloading_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
+    """Bring the parameters of a module to a device, and send them back at the end.
+
+    Args:
+        execution_device: Where to; without it, offloaded parameters come to the device that runs the module.
+    """
+    hook = offloading_hook(module)
+    if hook is not None:
+        with _fetched(hook, module, execution_device):
+            yield
+    elif execution_device is not None:
+        with _moved(module, execution_device):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _fetched(hook: OffloadingHook, module: nn.Module, device: Place | None) -> Iterator[None]:
+    usual = hook.execution_device
+    if device is not None:
+        hook.execution_device = device
+    try:
+        hook.pre_forward(module)
+        yield
+    finally:
+        hook.post_forward(module, None)
+        hook.execution_device = usual
+
+
+@contextmanager
+def _moved(module: nn.Module, device: Place) -> Iterator[None]:
+    homes = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+    try:
+        for name in homes:
+            set_module_tensor_to_device(module, name, device, clear_cache=False)
+        yield
+    finally:
+        for name, home in homes.items():
+            set_module_tensor_to_device(module, name, home, clear_cache=False)
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Place = "cpu"
+) -> dict[str, Any]:
+    """Fill the entries of `state_dict` that belong to an offloaded module, and return it.
+
+    Args:
+        module_name: The full name of one tensor of the module; the rest of its path names the module.
+    """
+    prefix = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload):
+        for key, tensor in module.state_dict().items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in state_dict:
+                state_dict[name] = tensor
+    return state_dict
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the whole state dict of a model on the CPU, whatever device or file its weights are on."""
+    state_dict: dict[str, Any] = dict(model.state_dict())
+    for prefix, module in model.named_modules():
+        hook = offloading_hook(module)
+        if hook is None:
+            continue
+        with align_module_device(module, "cpu"):
+            hidden = get_non_persistent_buffers(module, recurse=hook.place_submodules, fqns=True)
+            for key, tensor in named_module_tensors(module, recurse=hook.place_submodules):
+                name = f"{prefix}.{key}" if prefix else key
+                if key not in hidden:
+                    state_dict[name] = tensor.detach()
+    _follow_ties(model, state_dict)
+    empty = [name for name, value in state_dict.items() if _is_empty(value)]
+    if empty:
+        logger.warning("These entries have no data and were left out of the state dict: %s.", ", ".join(empty))
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+        if not _is_empty(value)
+    }
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
+def _follow_ties(model: nn.Module, state_dict: dict[str, Any]) -> None:
+    """Give a name of a shared module that was visited under another name the tensor found there."""
+    modules: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
+    for first, *others in (group for group in modules.values() if len(group) > 1):
+        for other in others:
+            for name in [name for name in state_dict if name.startswith(other) and _is_empty(state_dict[name])]:
+                state_dict[name] = state_dict.get(first + name.removeprefix(other), state_dict[name])

@@ -1,0 +1,47 @@
+"""Weights in 8 bits: their scales, and how they are quantised on the way to the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..devices import registry
+from .places import META
+from .store import offload_weight
+from .tensors import owner_of, set_module_tensor_to_device
+
+SCALES = "SCB"
+"""The last part of the name under which the scales of a quantised weight are stored."""
+
+
+def scales_name(weight_name: str) -> str:
+    """Return the name of the scales that belong to a weight."""
+    return weight_name.replace("weight", SCALES)
+
+
+def offload_quantised(
+    model: nn.Module,
+    weight_name: str,
+    value: torch.Tensor,
+    dtype: torch.dtype | None,
+    offload_folder: str | os.PathLike[str],
+    index: MutableMapping[str, Any],
+) -> None:
+    """Write a weight to the disk in 8 bits if its layer computes in 8 bits, and as it is otherwise.
+
+    The parameter class of the layer quantises when it moves to a device, so the weight visits one.
+    """
+    owner, key = owner_of(model, weight_name)
+    set_module_tensor_to_device(model, weight_name, registry.default().value.device(0), value=value, dtype=dtype)
+    placed = owner._parameters[key] if key in owner._parameters else owner._buffers[key]
+    if placed is None:
+        return
+    scales = getattr(placed, SCALES, None)
+    offload_weight(placed.detach(), weight_name, offload_folder, index)
+    if isinstance(scales, torch.Tensor):
+        offload_weight(scales, scales_name(weight_name), offload_folder, index)
+    set_module_tensor_to_device(model, weight_name, META, dtype=placed.dtype)

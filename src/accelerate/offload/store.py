@@ -1,0 +1,181 @@
+"""The folder and the mappings from which offloaded weights are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from .._base.errors import ConfigurationError
+from .places import Place, as_device
+from .sizes import resolve_dtype
+
+WeightInfo: TypeAlias = Mapping[str, Any]
+"""How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
+
+INDEX_NAME = "index.json"
+
+
+def _raw_file(folder: str | os.PathLike[str], weight_name: str) -> Path:
+    return Path(folder) / f"{weight_name}.dat"
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: MutableMapping[str, Any] | None = None,
+) -> MutableMapping[str, Any] | None:
+    """Write the bytes of a weight to its own file, and note its dtype and shape in `index`."""
+    data = weight.detach().cpu().contiguous().reshape(-1)
+    data.view(torch.uint8).numpy().tofile(_raw_file(offload_folder, weight_name))
+    if index is not None:
+        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: WeightInfo) -> torch.Tensor:
+    """Return the weight of a raw file.
+
+    The file is mapped, so its bytes are read when they are used; writing to the tensor does not change the file.
+    """
+    shape, dtype = tuple(weight_info["shape"]), resolve_dtype(weight_info["dtype"])
+    count = torch.Size(shape).numel()
+    if count == 0:  # an empty file cannot be mapped
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(os.fspath(weight_file), shared=False, size=count, dtype=dtype).reshape(shape)
+
+
+def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the entries of a folder's index."""
+    index: dict[str, Any] = json.loads((Path(folder) / INDEX_NAME).read_text(encoding="utf-8"))
+    return index
+
+
+def has_offload_index(folder: str | os.PathLike[str] | None) -> bool:
+    """Return whether a folder holds offloaded weights."""
+    return folder is not None and (Path(folder) / INDEX_NAME).is_file()
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Add entries to the index of a folder; nothing happens for an empty index."""
+    if not index:
+        return
+    merged = read_offload_index(offload_folder) if has_offload_index(offload_folder) else {}
+    merged.update(index)
+    target = Path(offload_folder) / INDEX_NAME
+    staged = target.with_suffix(".json.tmp")
+    staged.write_text(json.dumps(merged, indent=2), encoding="utf-8")
+    staged.replace(target)  # a reader sees the old index or the new one, never half of it
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write every weight of a state dict to a folder, with its index."""
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return the entries that are one of the given names or lie below one."""
+    wanted = set(submodule_names)
+    if "" in wanted:
+        return dict(state_dict)
+    return {name: weight for name, weight in state_dict.items() if _lies_below(name, wanted)}
+
+
+def _lies_below(name: str, wanted: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in wanted for end in range(1, len(parts) + 1))
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """Read a mapping from a sub-module's point of view: its names get a prefix on the way in."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key in self.dataset if key.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Read weights by name, each when it is asked for, from memory, from a folder or from an index.
+
+    Args:
+        state_dict: Weights that are in memory.
+        save_folder: A folder that `offload_state_dict` wrote.
+        index: Entries on top of the folder's own index; they may point into safetensors files.
+        device: Where weights of safetensors files are read to; the CPU if not given.
+
+    Raises:
+        ConfigurationError: If there is nothing to read from.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Place | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError(
+                "No source was given (state_dict=None, save_folder=None, index=None), so there are no weights to "
+                "read. Pass at least one of them."
+            )
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = read_offload_index(save_folder)
+        self.index: Mapping[str, Any] = {} if index is None else index
+        self.device = device
+        self.all_keys = list(dict.fromkeys((*self.state_dict, *self.index)))
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry: WeightInfo = self.index[key]
+        if entry.get("safetensors_file") is not None:
+            return self._from_safetensors(key, entry)
+        if self.save_folder is None:
+            raise ConfigurationError(
+                f"The index has {key!r} as a raw file, and no save_folder says where that file lies. "
+                "Pass the folder that the weights were offloaded to."
+            )
+        return load_offloaded_weight(_raw_file(self.save_folder, key), entry)
+
+    def _from_safetensors(self, key: str, entry: WeightInfo) -> torch.Tensor:
+        from safetensors import safe_open
+
+        device = "cpu" if self.device is None else str(as_device(self.device))
+        with safe_open(entry["safetensors_file"], framework="pt", device=device) as weights:
+            tensor: torch.Tensor = weights.get_tensor(entry.get("weight_name", key))
+        return tensor.to(resolve_dtype(entry["dtype"])) if "dtype" in entry else tensor
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)

@@ -1,0 +1,97 @@
+"""Compile a whole model, or block by block where a model repeats one block many times."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+
+_ORIGINAL = "_orig_mod"
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether `module` is the shell that `torch.compile` returns."""
+    return isinstance(module, OptimizedModule)
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Return whether blocks inside `module` were compiled one by one."""
+    return not is_compiled_module(module) and any(is_compiled_module(child) for child in module.modules())
+
+
+def is_repeated_blocks(module: torch.nn.Module) -> bool:
+    """Return whether `module` is a list of blocks of one class."""
+    return (
+        isinstance(module, torch.nn.ModuleList)
+        and len(module) > 0
+        and all(type(block) is type(module[0]) for block in module)
+    )
+
+
+def has_repeated_blocks(module: torch.nn.Module) -> bool:
+    """Return whether `module` holds a list of blocks of one class."""
+    return any(is_repeated_blocks(child) for child in module.modules())
+
+
+def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile the repeated blocks of a model one by one, and what is around them as it is.
+
+    All blocks of one class share a compilation, so the cold start costs one block instead of the whole model. The
+    result shares its parameters with `module`, which stays as it was and is found again by unwrapping. A model without
+    repeated blocks is compiled as a whole.
+    """
+    if not has_repeated_blocks(module):
+        return torch.compile(module, **compile_kwargs)  # type: ignore[no-any-return]
+    return _with_compiled_blocks(module, compile_kwargs)
+
+
+def _with_compiled_blocks(module: torch.nn.Module, compile_kwargs: dict[str, Any]) -> torch.nn.Module:
+    twin = copy.copy(module)
+    # Children get a dictionary of their own, so that the original keeps its uncompiled ones.
+    twin.__dict__["_modules"] = {}
+    for name, child in module.named_children():
+        twin.__dict__["_modules"][name] = _compiled_child(child, compile_kwargs)
+    for name, value in list(twin.__dict__.items()):
+        # A bound method kept on the instance (a wrapped forward, a hook) must act on the twin.
+        rebound = _rebind(value, module, twin)
+        if rebound is not value:
+            twin.__dict__[name] = rebound
+    twin.__dict__[_ORIGINAL] = module
+    return twin
+
+
+def _compiled_child(child: torch.nn.Module, compile_kwargs: dict[str, Any]) -> torch.nn.Module:
+    if is_repeated_blocks(child):
+        twin = copy.copy(child)
+        twin.__dict__["_modules"] = {
+            name: torch.compile(block, **compile_kwargs) for name, block in child.named_children()
+        }
+        return twin
+    if has_repeated_blocks(child):
+        return _with_compiled_blocks(child, compile_kwargs)
+    return child
+
+
+def _rebind(value: Any, old: object, new: object) -> Any:
+    if getattr(value, "__self__", None) is old and hasattr(value, "__func__"):
+        return value.__func__.__get__(new)
+    wrapped = getattr(value, "__wrapped__", None)
+    if wrapped is not None and getattr(wrapped, "__self__", None) is old:
+        clone = copy.copy(value)
+        clone.__wrapped__ = wrapped.__func__.__get__(new)
+        return clone
+    return value
+
+
+def compile_regions_in_place(module: torch.nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the repeated blocks of a model one by one without making a new model."""
+    for blocks in list(_repeated(module)):
+        for block in blocks.children():
+            block.compile(**compile_kwargs)
+
+
+def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    return (child for child in module.modules() if is_repeated_blocks(child))

@@ -1,0 +1,78 @@
+"""Find the user's model inside the wrappers of engines and compilers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .compile import has_compiled_regions, is_compiled_module
+
+_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+
+
+def _wrapper_types() -> tuple[type[torch.nn.Module], ...]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return (*_WRAPPERS, FullyShardedDataParallel)
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> torch.nn.Module:
+    """Return the model inside the wrappers that `prepare` put around it.
+
+    Args:
+        model: A model as `prepare` returned it.
+        keep_fp32_wrapper: Keep the mixed-precision forward; False restores the original one.
+        keep_torch_compile: Keep a compiled shell around the result; False takes it off too.
+        recursive: Unwrap the children as well.
+    """
+    shell: torch.nn.Module | None = None
+    if is_compiled_module(model):
+        shell, model = model, model._orig_mod
+    regions = has_compiled_regions(model)
+    if regions and not keep_torch_compile and "_orig_mod" in model.__dict__:
+        model = model.__dict__["_orig_mod"]
+    wrappers = _wrapper_types()
+    while isinstance(model, wrappers) or _is_engine(model):
+        model = model.module
+        if not keep_torch_compile and "_orig_mod" in model.__dict__:
+            model = model.__dict__["_orig_mod"]
+    if recursive:
+        for name, child in list(model.named_children()):
+            unwrapped = extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive=True)
+            if unwrapped is not child:
+                setattr(model, name, unwrapped)
+    if not keep_fp32_wrapper:
+        restore_forward(model)
+    if shell is None or not keep_torch_compile:
+        return model
+    # A new shell around the inner model: the one that is being trained keeps its wrappers.
+    return shell if shell._orig_mod is model else type(shell)(model, shell.dynamo_ctx)
+
+
+def _is_engine(model: Any) -> bool:
+    # Known by name, so that unwrapping does not import the engine.
+    return any(base.__name__ == "DeepSpeedEngine" for base in type(model).__mro__)
+
+
+def restore_forward(model: torch.nn.Module) -> None:
+    """Take a mixed-precision forward off a model."""
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    current = model.__dict__.get("forward")
+    if current is not None and getattr(current, "__wrapped__", None) == original:
+        del model.forward
+        if model.forward != original:
+            model.forward = original
+
+
+def is_prepared_inside(model: torch.nn.Module, prepared: torch.nn.Module) -> bool:
+    """Return whether `model` is what `prepared` was made from."""
+    return prepared is not model and extract_model_from_parallel(prepared, keep_torch_compile=False) is model

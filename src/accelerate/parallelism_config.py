@@ -1,0 +1,227 @@
+"""The sizes of the axes over which data and model are spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ._base.errors import ConfigurationError
+from .config import env
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
+_PREFIX = "PARALLELISM_CONFIG_"
+
+
+@dataclass
+class ParallelismConfig:
+    """How many ranks each axis of parallelism has; the product is the number of processes.
+
+    A size that is not given is read from the launcher's variables, else it is 1.
+
+    Args:
+        dp_replicate_size: Replicas of the model.
+        dp_shard_size: Ranks over which weights are sharded.
+        tp_size: Ranks over which layers are split.
+        cp_size: Ranks over which sequences are split (context parallelism).
+        cp_backend: Engine of context parallelism.
+        sp_size: Ranks over which sequences are split (sequence parallelism).
+        sp_backend: Engine of sequence parallelism.
+        tp_handler: Options of tensor parallelism.
+        cp_handler: Options of context parallelism.
+        sp_handler: Options of sequence parallelism.
+
+    Raises:
+        ConfigurationError: If a size or backend cannot be, or two axes exclude each other.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
+
+    device_mesh: ClassVar[Any] = None
+    _mesh: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for axis in _AXES:
+            name = f"{axis}_size"
+            if getattr(self, name) is None:
+                setattr(self, name, env.integer(f"{_PREFIX}{name.upper()}", 1))
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ConfigurationError(
+                    f"ParallelismConfig({name}={size!r}) is not a number of ranks. Write a whole number from 1 on."
+                )
+        for name, known in _BACKENDS.items():
+            value = getattr(self, name) or env.get(f"{_PREFIX}{name.upper()}", known[0])
+            if value not in known:
+                raise ConfigurationError(
+                    f"ParallelismConfig({name}={value!r}) names no engine. Write one of {', '.join(known)}."
+                )
+            setattr(self, name, value)
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigurationError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both split the sequence. Set one of them to 1."
+            )
+        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ConfigurationError(
+                f"tp_size={self.tp_size}, cp_size={self.cp_size} cannot be combined with replicas alone "
+                f"(dp_replicate_size={self.dp_replicate_size}, dp_shard_size=1). Set dp_shard_size above 1 as well."
+            )
+
+    @classmethod
+    def from_environment(cls) -> ParallelismConfig | None:
+        """Return the sizes that the launcher asks for, None if it does not."""
+        return cls() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
+
+    def _size(self, axis: str) -> int:
+        size: int = getattr(self, f"{axis}_size")
+        return size
+
+    def _enabled(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._size(axis) > 1]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Return whether there are replicas."""
+        return self._size("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Return whether weights are sharded."""
+        return self._size("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Return whether layers are split."""
+        return self._size("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Return whether sequences are split by context parallelism."""
+        return self._size("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Return whether sequences are split by sequence parallelism."""
+        return self._size("sp") > 1
+
+    @property
+    def total_size(self) -> int:
+        """Return the number of processes that the sizes call for."""
+        return prod(self._size(axis) for axis in _AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return how many shares of the data there are."""
+        return self._size("dp_replicate") * self._size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Return how many ranks work on one share of the data."""
+        return self._size("tp") * self._size("cp") * self._size("sp")
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Return the axes in use that spread data."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Return the axes in use that spread one share of the data."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Return the axes in use over which weights are sharded."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Return the axes in use over which a loss is averaged."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Return the axes of the mesh that sharded data parallelism works on."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Return all axes in use, those of data first."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def fit(self, world_size: int) -> None:
+        """Check the sizes against the number of processes; sizes of 1 throughout mean replicas.
+
+        Raises:
+            ConfigurationError: If the product of the sizes is another number.
+        """
+        if self.total_size == 1:
+            self.dp_replicate_size = world_size
+        if self.total_size != world_size:
+            sizes = ", ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES)
+            rest = world_size // self.non_data_parallel_size
+            fits = (
+                f"dp_shard_size={rest} with the same tp, cp and sp would fit"
+                if rest * self.non_data_parallel_size == world_size
+                else f"tp*cp*sp must divide {world_size}"
+            )
+            raise ConfigurationError(
+                f"{sizes} call for {self.total_size} processes, but there are {world_size}: {fits}."
+            )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Make the mesh of the axes in use, with the joined axes "dp", "dp_shard_cp" and "dp_cp"; None without axes."""
+        import torch
+
+        axes = self._enabled(*_AXES)
+        if not axes or (self.sp_enabled and self.sp_backend == "deepspeed"):
+            return None
+        mesh = torch.distributed.init_device_mesh(
+            device_type, tuple(self._size(axis) for axis in axes), mesh_dim_names=tuple(axes)
+        )
+        joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, parts in joined.items():
+            if parts:
+                mesh[tuple(parts)]._flatten(name)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Return the mesh, made on first use.
+
+        Raises:
+            ConfigurationError: If no device type is known yet, or another one than the mesh has is asked for.
+        """
+        if self._mesh is None:
+            if device_type is None:
+                raise ConfigurationError(
+                    "get_device_mesh() was called before there is a mesh, so it needs a device type. "
+                    "Write get_device_mesh(accelerator.device.type)."
+                )
+            self._mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self._mesh.device_type != device_type:
+            raise ConfigurationError(
+                f"The mesh has devices of type {self._mesh.device_type!r}, but {device_type!r} was asked for. "
+                "Leave the argument out."
+            )
+        mesh: DeviceMesh | None = self._mesh
+        return mesh
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain values."""
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        return {
+            name: value if isinstance(value, int | str | None) else vars(value) for name, value in plain.items()
+        }

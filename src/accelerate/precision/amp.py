@@ -1,0 +1,98 @@
+"""Automatic mixed precision in float16 or bfloat16, on any device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .._base.errors import ConfigurationError
+from ..collectives.nested import convert_to_fp32
+from ..config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from ..devices.base import DeviceBackend
+from .base import Precision
+from .scaler import SharedGradScaler
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class AutocastForward:
+    """A model's forward inside autocast, with outputs in float32.
+
+    It stands in the instance's `forward` and keeps the original under `__wrapped__`, so signatures stay readable and
+    the model can be pickled, copied and unwrapped.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, options: dict[str, Any]
+    ) -> None:
+        self.device_type = device_type
+        self.dtype = dtype
+        self.options = options
+        functools.update_wrapper(self, forward)
+        self.__dict__.pop("__annotations__", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype, **self.options):
+            outputs = self.__wrapped__(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+
+class MixedPrecision(Precision):
+    """Autocast to a half precision dtype; float16 comes with a gradient scaler.
+
+    Args:
+        name: "fp16" or "bf16".
+        backend: The hardware of this process.
+        autocast: Options of `torch.autocast`.
+        scaler: Options of `torch.amp.GradScaler`.
+
+    Raises:
+        ConfigurationError: If this hardware has no autocast to that dtype.
+    """
+
+    native_amp = True
+
+    def __init__(
+        self, name: str, backend: DeviceBackend, autocast: AutocastKwargs | None, scaler: GradScalerKwargs | None
+    ) -> None:
+        self.name = name
+        self.dtype = _DTYPES[name]
+        self.device_type = backend.type
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        if not backend.supports_autocast(dtype_name):
+            raise ConfigurationError(
+                f"mixed_precision={name!r} was asked for, but {backend.type!r} devices here cannot compute in "
+                f"{dtype_name}. Write mixed_precision='no', or another format."
+            )
+        self.handler = autocast
+        if name == "fp16":
+            options = scaler.to_kwargs() if scaler is not None else {}
+            self.scaler = SharedGradScaler(backend.type, **options)
+
+    def _options(self, handler: AutocastKwargs | None) -> dict[str, Any]:
+        handler = handler if handler is not None else self.handler
+        return handler.to_kwargs() if handler is not None else {}
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return an autocast context with the given or the configured options."""
+        return torch.autocast(self.device_type, self.dtype, **self._options(handler))
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Run every forward pass of `model` in autocast; a model that already does is left alone."""
+        if isinstance(model.__dict__.get("forward"), AutocastForward):
+            return model
+        model._original_forward = model.forward
+        model.forward = AutocastForward(model.forward, self.device_type, self.dtype, self._options(None))
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`, scaled up in float16 so that small ones do not vanish."""
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**kwargs)

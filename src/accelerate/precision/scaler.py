@@ -1,0 +1,65 @@
+"""A gradient scaler that several optimizers can share."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+
+class SharedGradScaler(torch.amp.GradScaler):
+    """Update the scale once all optimizers of an iteration have stepped.
+
+    torch wants one `update()` after the last optimizer of an iteration: an update in between forgets that the
+    gradients of the next optimizer were already unscaled, and they are divided by the scale a second time. With one
+    optimizer the update follows its step; with several it waits until each has stepped, or until the next loss is
+    scaled or the scale is looked at.
+    """
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: set[int] = set()
+
+    def expect(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name an optimizer that steps through this scaler."""
+        self._optimizers.add(optimizer)
+
+    def finish_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that `optimizer` has stepped or was skipped, and update the scale if it was the last."""
+        self._stepped.add(id(optimizer))
+        if all(id(expected) in self._stepped for expected in self._optimizers):
+            self.flush()
+
+    def flush(self) -> None:
+        """Update the scale now, if optimizers have stepped since the last update."""
+        if self._stepped:
+            self._stepped.clear()
+            self.update()
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a loss, or nested losses, by the scale."""
+        if self._stepped:
+            self.flush()
+        return super().scale(outputs)
+
+    def get_scale(self) -> float:
+        """Return the scale."""
+        self.flush()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        self.flush()
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        state = super().__getstate__()
+        state.pop("_optimizers", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._optimizers = weakref.WeakSet()

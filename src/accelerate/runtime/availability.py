@@ -1,0 +1,53 @@
+"""Hardware questions whose answer also depends on the environment."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import is_package_available
+from accelerate.config.availability import USE_TORCH_XLA
+
+
+@functools.cache
+def _xla_kind() -> str | None:
+    """Return what torch_xla runs on ("TPU", "CPU" ...), or None where it is absent or switched off."""
+    if not USE_TORCH_XLA or not is_package_available("torch_xla"):
+        return None
+    runtime = importlib.import_module("torch_xla.runtime")
+    return str(runtime.device_type() or "").upper()
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Say whether torch_xla is installed and not switched off by `USE_TORCH_XLA=0`.
+
+    Args:
+        check_is_tpu: Ask also that it runs on a TPU.
+        check_is_gpu: Ask also that it runs on a GPU.
+
+    Raises:
+        ConfigurationError: Both were asked.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise ConfigurationError(
+            "is_torch_xla_available(check_is_tpu=True, check_is_gpu=True) asks for two kinds of hardware at once, and "
+            "XLA runs on one. Ask for one of them."
+        )
+    kind = _xla_kind()
+    if kind is None:
+        return False
+    return (not check_is_tpu or kind == "TPU") and (not check_is_gpu or kind in ("GPU", "CUDA", "ROCM"))
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Say whether the hardware at hand computes in bf16.
+
+    Args:
+        ignore_tpu: Answer no on a TPU, which converts to bf16 by its own switch.
+    """
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    from accelerate.devices import registry
+
+    return registry.default().value.supports_autocast("bfloat16")

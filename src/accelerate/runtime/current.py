@@ -1,0 +1,77 @@
+"""The one home of mutable global state: the shared dictionaries behind the public state objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .runtime import Runtime
+
+T = TypeVar("T")
+
+PARTIAL: dict[str, Any] = {}
+"""What every `PartialState` shows; empty means that nothing was started."""
+ACCELERATOR: dict[str, Any] = {}
+"""What every `AcceleratorState` shows."""
+GRADIENT: dict[str, Any] = {}
+"""What every `GradientState` shows."""
+
+_RUNTIME = "_runtime"
+_SLOTS = "_slots"
+_NUMBERS = "_numbers"
+
+
+def active() -> Runtime | None:
+    """Return the runtime of this process, or None if none was started."""
+    return PARTIAL.get(_RUNTIME)
+
+
+def runtime() -> Runtime:
+    """Return the runtime of this process, and start it with defaults if there is none."""
+    found: Runtime | None = PARTIAL.get(_RUNTIME)
+    if found is None:
+        from .start import start  # a start fills this module's dictionaries, so it imports this module
+
+        found = start()
+    return found
+
+
+def install(started: Runtime, **facts: Any) -> None:
+    """Make `started` the runtime of this process and publish its facts to the state objects."""
+    PARTIAL.update(facts)
+    PARTIAL[_RUNTIME] = started
+    PARTIAL[_SLOTS] = {}
+
+
+def remember(key: str, factory: Callable[[], T]) -> T:
+    """Return the object under `key`, made on first use and forgotten with the runtime."""
+    runtime()
+    slots = PARTIAL[_SLOTS]
+    if key not in slots:
+        slots[key] = factory()
+    value: T = slots[key]
+    return value
+
+
+def forget(key: str) -> None:
+    """Drop the object under `key`, so that it is made anew."""
+    PARTIAL.get(_SLOTS, {}).pop(key, None)
+
+
+def next_number(name: str) -> int:
+    """Return 1, 2, ... at each call for this name, the same on all ranks that call it equally often."""
+    numbers = PARTIAL.setdefault(_NUMBERS, {})
+    numbers[name] = numbers.get(name, 0) + 1
+    number: int = numbers[name]
+    return number
+
+
+def forget_all() -> None:
+    """Drop all remembered objects."""
+    PARTIAL.get(_SLOTS, {}).clear()
+
+
+def reset() -> None:
+    """Forget everything, as if nothing had been started; process groups are left alone."""
+    for shared in (PARTIAL, ACCELERATOR, GRADIENT):
+        shared.clear()

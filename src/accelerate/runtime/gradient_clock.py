@@ -1,0 +1,159 @@
+"""The gradient clock: whether this micro-batch ends an accumulation window, and which loader is being read."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from ..config.sections.training import GradientAccumulationPlugin
+from . import current
+
+
+class ActiveLoader(Protocol):
+    """What the clock asks of a loader that is being iterated."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+
+class GradientState:
+    """Shared bookkeeping of gradient accumulation: every instance shows the same values.
+
+    Args:
+        gradient_accumulation_plugin: Settings that replace the stored ones, where they are not the defaults.
+    """
+
+    _shared_state = current.GRADIENT
+
+    sync_gradients: bool
+    """Whether the gradients of this micro-batch complete a window: optimizers and schedulers step only then."""
+    plugin_kwargs: dict[str, Any]
+    _references: list[weakref.ReferenceType[Any]]
+    _growth: int
+    _is_xla_gradients_synced: bool
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.sync_gradients = True
+            self.plugin_kwargs = {}
+            self._references = []
+            self._growth = 1
+            self._is_xla_gradients_synced = False
+        if gradient_accumulation_plugin is not None:
+            given = gradient_accumulation_plugin.to_kwargs()
+            if given != self.plugin_kwargs:
+                self.plugin_kwargs = given
+
+    @property
+    def initialized(self) -> bool:
+        """Return whether any instance was made since the last reset."""
+        return self._shared_state != {}
+
+    @property
+    def num_steps(self) -> int:
+        """Return how many micro-batches make a window."""
+        steps: int = self.plugin_kwargs.get("num_steps", 1) * self._growth
+        return steps
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Let windows have `num_steps` micro-batches from now on."""
+        self.plugin_kwargs["num_steps"] = num_steps
+        self._growth = 1
+
+    def grow(self, factor: int) -> None:
+        """Let windows have `factor` times as many micro-batches as the program asked for.
+
+        A batch that was made smaller because memory ran out keeps its update that way, whatever number of steps the
+        program sets up again.
+        """
+        self._growth = factor
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Return whether schedulers count the micro-batches in which they do not step."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Return whether the end of a loader ends the window."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """Return whether ranks exchange gradients after every micro-batch, to save memory."""
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def normalizes_by_window(self) -> bool:
+        """Return whether a short window is divided by its own length."""
+        return self.plugin_kwargs.get("normalize") == "window"
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """Return the loader whose loop was entered last, None outside of loops."""
+        references = self._references
+        while references:
+            loader = references[-1]()
+            if loader is not None:
+                return loader
+            references.pop()
+        return None
+
+    @property
+    def dataloader_references(self) -> list[Any | None]:
+        """Return the loaders being iterated, the innermost last, below them None."""
+        alive = (reference() for reference in self._references)
+        return [None, *(loader for loader in alive if loader is not None)]
+
+    @dataloader_references.setter
+    def dataloader_references(self, loaders: list[Any | None]) -> None:
+        self._references = [weakref.ref(loader) for loader in loaders if loader is not None]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Return whether a prepared loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Return whether the batch at hand is the last of the innermost loader."""
+        loader = self.active_dataloader
+        return False if loader is None else bool(loader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Return the number of real samples of the innermost loader's last batch, -1 if unknown."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Return whether an XLA step has already reduced the gradients."""
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._is_xla_gradients_synced = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: ActiveLoader) -> None:
+        self._references.append(weakref.ref(dataloader))
+
+    def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
+        for index in range(len(self._references) - 1, -1, -1):
+            if self._references[index]() is dataloader:
+                del self._references[index]
+                return
+
+    @staticmethod
+    def _reset_state() -> None:
+        current.GRADIENT.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"GradientState(sync_gradients={self.sync_gradients}, num_steps={self.num_steps}, "
+            f"end_of_dataloader={self.end_of_dataloader}, remainder={self.remainder})"
+        )

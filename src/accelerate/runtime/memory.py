@@ -1,0 +1,53 @@
+"""Give memory back and recognise that it ran out."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from ..devices import registry
+from . import current
+
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "can't allocate memory",
+    "not enough memory",
+    "RESOURCE_EXHAUSTED",
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give the device's cached memory back; collect garbage first if asked."""
+    if garbage_collection:
+        gc.collect()
+    active = current.active()
+    backend = active.backend if active is not None else registry.default().value
+    backend.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Drop the references to `objects` and free what they held; assign the result to the names that held them.
+
+    Example:
+        ```python
+        a, b = torch.ones(1000, 1000), torch.ones(1000, 1000)
+        a, b = release_memory(a, b)
+        ```
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Return whether an exception says that memory ran out, so that a smaller batch may work."""
+    if isinstance(exception, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(exception, RuntimeError) or not exception.args:
+        return False
+    text = str(exception.args[0])
+    return any(phrase.lower() in text.lower() for phrase in _OUT_OF_MEMORY_TEXTS)

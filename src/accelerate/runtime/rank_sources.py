@@ -1,0 +1,137 @@
+"""Find out from the launcher's variables which process of how many this is."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .._base.errors import ConfigurationError
+from .topology import Topology
+
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """The names under which one launcher publishes ranks and sizes."""
+
+    source: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+    def detect(self, environ: Mapping[str, str]) -> Topology | None:
+        """Return the topology if this launcher started the process."""
+        if self.rank not in environ or self.world_size not in environ:
+            return None
+        rank, world_size = _integer(environ, self.rank, 0), _integer(environ, self.world_size, 1)
+        local_world_size = _integer(environ, self.local_world_size, world_size)
+        local_rank = _integer(environ, self.local_rank, rank % max(local_world_size, 1))
+        rendezvous = environ.get("ACCELERATE_DEBUG_RDV_FILE")
+        return Topology(
+            rank, world_size, local_rank, local_world_size, self.source, f"file://{rendezvous}" if rendezvous else None
+        )
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"The environment variable {name} is {text!r}, which is not a whole number. Unset it or correct it."
+        ) from error
+
+
+def first_slurm_host(nodes: str) -> str:
+    """Return the first host of a Slurm node list such as `gpu[003-005,9],login`."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+    if match is None:
+        raise ConfigurationError(f"The Slurm node list {nodes!r} names no host. Set MASTER_ADDR to the first host.")
+    prefix, first, suffix = match.groups()
+    return f"{prefix}{first or ''}{suffix if first else ''}"
+
+
+def _slurm(environ: Mapping[str, str]) -> Topology | None:
+    # SLURM_STEP_NUM_TASKS exists only inside a step that srun started. The batch script itself has SLURM_NTASKS too,
+    # but is one process: waiting there for the others would wait for ever.
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
+    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return Topology(
+        _integer(environ, "SLURM_PROCID", 0),
+        world_size,
+        _integer(environ, "SLURM_LOCALID", 0),
+        int(tasks.group()) if tasks else world_size,
+        "Slurm",
+    )
+
+
+_DETECTORS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (
+    RankVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE").detect,
+    RankVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS").detect,
+    RankVariables(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ).detect,
+    RankVariables(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ).detect,
+    _slurm,
+)
+
+
+def detect() -> Topology:
+    """Return the place of this process, by the first launcher whose variables are there; alone if there is none."""
+    for detector in _DETECTORS:
+        topology = detector(os.environ)
+        if topology is not None:
+            return topology
+    return Topology()
+
+
+def publish(topology: Topology) -> None:
+    """Write ranks and meeting point where `torch.distributed` looks for them, keeping what is already there.
+
+    Raises:
+        ConfigurationError: If the run spans machines and nothing says where they meet.
+    """
+    values = {
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.world_size,
+        "LOCAL_RANK": topology.local_rank,
+        "LOCAL_WORLD_SIZE": topology.local_world_size,
+    }
+    for name, value in values.items():
+        os.environ.setdefault(name, str(value))
+    if topology.init_method is not None:
+        return
+    nodes = os.environ.get("SLURM_STEP_NODELIST")
+    job = os.environ.get("SLURM_JOB_ID")
+    if topology.source == "Slurm" and nodes and job:
+        os.environ.setdefault("MASTER_ADDR", first_slurm_host(nodes))
+        # All processes of a job derive the same port, and two jobs on one machine almost never the same.
+        os.environ.setdefault("MASTER_PORT", str(15000 + zlib.crc32(job.encode()) % 40000))
+    if "MASTER_ADDR" not in os.environ:
+        if topology.local_world_size < topology.world_size:
+            raise ConfigurationError(
+                f"{topology.source} started {topology.world_size} processes, {topology.local_world_size} of them here, "
+                "and MASTER_ADDR is not set, so the machines cannot find each other. "
+                "Set MASTER_ADDR to the address of the machine with rank 0."
+            )
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ.setdefault("MASTER_PORT", str(_DEFAULT_PORT))

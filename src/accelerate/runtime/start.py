@@ -1,0 +1,116 @@
+"""Start this process: find its rank, choose its device, join its group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._base.choice import Choice
+from .._base.enums import DistributedType
+from .._base.errors import ConfigurationError
+from ..config import env
+from ..devices import registry
+from ..devices.base import DeviceBackend
+from . import current, process_group, rank_sources
+from .runtime import Runtime
+from .topology import Topology
+
+
+def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) -> Runtime:
+    """Start this process and return its runtime; a process that is started already keeps what it has.
+
+    Args:
+        cpu: Use the CPU though an accelerator may be there.
+        group_options: Arguments of `torch.distributed.init_process_group`; None values count as not given.
+    """
+    found = current.active()
+    if found is not None:
+        return found
+    options = {key: value for key, value in (group_options or {}).items() if value is not None}
+    topology = _existing_group() or rank_sources.detect()
+    choice = _choose_backend(cpu)
+    backend = choice.value
+    device = _choose_device(backend, topology)
+    backend.prepare_process()
+    group = _join(topology, backend, device, options) if topology.world_size > 1 else {"backend": None}
+    group_backend = group["backend"]
+    backend.set_device(device)
+    if group_backend is not None and device.type == registry.get("cpu").type:
+        _share_cores(topology)
+    started = Runtime(topology, device, backend, group_backend, env.flag("ACCELERATE_DEBUG_MODE"), choice.reason)
+    current.install(
+        started,
+        **group,
+        _cpu=cpu,
+        debug=started.checked,
+        device=device,
+        distributed_type=backend.label if started.is_distributed else DistributedType.NO,
+        fork_launched=env.flag("FORK_LAUNCHED"),
+        local_process_index=topology.local_rank,
+        num_processes=topology.world_size,
+        process_index=topology.rank,
+    )
+    return started
+
+
+def _existing_group() -> Topology | None:
+    """Take ranks from a process group that the program made itself."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    told = rank_sources.detect()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (told.rank, told.world_size) == (rank, world_size):
+        return told
+    return Topology(rank, world_size, rank, world_size, "the process group of the program")
+
+
+def _choose_backend(cpu: bool) -> Choice[DeviceBackend]:
+    if cpu or env.flag("ACCELERATE_USE_CPU"):
+        return Choice(registry.get("cpu"), "the CPU was asked for")
+    forced = env.get("ACCELERATE_TORCH_DEVICE")
+    if forced:
+        return Choice(registry.get(forced), f"ACCELERATE_TORCH_DEVICE is {forced!r}")
+    return registry.default()
+
+
+def _choose_device(backend: DeviceBackend, topology: Topology) -> torch.device:
+    forced = env.get("ACCELERATE_TORCH_DEVICE")
+    if forced and registry.get(forced) is backend:
+        return torch.device(forced)
+    return backend.device(topology.local_rank if topology.world_size > 1 else None)
+
+
+def _join(topology: Topology, backend: DeviceBackend, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+    """Make the process group, or check that the one that is there fits, and return its facts."""
+    wanted = options.pop("backend", None)
+    if dist.is_initialized():
+        have = str(dist.get_backend())
+        if wanted is not None and wanted not in have:
+            raise ConfigurationError(
+                f"The backend {wanted!r} was asked for, but the process group of this program uses {have!r}. "
+                f"Leave the backend out, or pass backend={wanted!r} where the group is made."
+            )
+        return {"backend": have}
+    chosen: str = wanted or backend.group_backend
+    if topology.init_method is None:
+        rank_sources.publish(topology)
+    else:
+        options.setdefault("init_method", topology.init_method)
+        options.update(rank=topology.rank, world_size=topology.world_size)
+    if chosen == "nccl":
+        options.setdefault("timeout", timedelta(minutes=10))
+        options.setdefault("device_id", device)
+    return {"backend": chosen, **process_group.join(chosen, options)}
+
+
+def _share_cores(topology: Topology) -> None:
+    """Give each process of this machine its share of the cores, unless the user has said how many threads to use."""
+    if env.get("OMP_NUM_THREADS") is None:
+        import psutil
+
+        cores = psutil.cpu_count(logical=False) or 1
+        torch.set_num_threads(max(1, cores // topology.local_world_size))

@@ -1,0 +1,1 @@
+"""What a program asked for and what was prepared for it."""

@@ -1,0 +1,401 @@
+"""The public state objects: views over the runtime, the run's label and the gradient clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ._base.enums import DistributedType, PrecisionType
+from ._base.errors import ConfigurationError
+from ._base.imports import is_deepspeed_available, is_fp8_available
+from .config import env
+from .config.env import get_int_from_env, parse_choice_from_env, parse_flag_from_env
+from .devices import registry as devices
+from .runtime import current, process_control
+from .runtime.gradient_clock import GradientState
+from .runtime.process_control import do_nothing
+from .runtime.start import start
+from .session.request import EngineRequest
+from .strategies import registry as strategies
+
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "SharedDict",
+    "ThreadLocalSharedDict",
+    "do_nothing",
+    "get_int_from_env",
+    "is_deepspeed_available",
+    "is_fp8_available",
+    "is_initialized",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SharedDict = dict
+
+_PUBLIC_FACTS = (
+    "_cpu",
+    "backend",
+    "debug",
+    "device",
+    "distributed_type",
+    "local_process_index",
+    "num_processes",
+    "process_index",
+)
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A dictionary per thread behind a class attribute, for backends whose ranks are threads.
+
+    Args:
+        thread_local: Accepted for compatibility; the storage is always per thread.
+    """
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, owner: object, owner_type: type | None = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, owner: object, value: dict[str, Any]) -> None:
+        self._storage = value
+
+
+def is_initialized() -> bool:
+    """Return whether an `Accelerator` has set up this process."""
+    return current.ACCELERATOR != {}
+
+
+class ProcessControl:
+    """What both state objects and the `Accelerator` offer to steer processes."""
+
+    process_index: int
+    local_process_index: int
+    num_processes: int
+    distributed_type: DistributedType
+    device: torch.device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Return whether more than one process takes part."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is the process with global rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Return whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Return whether this is the process with the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here."""
+        process_control.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the main process run the block before the others."""
+        with process_control.one_goes_first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Let the first process of each machine run the block before the others of that machine."""
+        with process_control.one_goes_first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give this process its contiguous share of `inputs`.
+
+        The first `len(inputs) % num_processes` processes get one element more; with fewer inputs than processes the
+        last ones get nothing. `apply_padding` repeats the last element so that all shares have one length.
+
+        Example:
+            ```python
+            from accelerate import PartialState
+
+            state = PartialState()
+            with state.split_between_processes(["A", "B", "C"]) as mine:
+                print(mine)
+            ```
+        """
+        yield process_control.split_between(
+            inputs, self.process_index, self.num_processes, apply_padding=apply_padding
+        )
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once a machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Leave the process group, if there is one; a forked worker leaves the default group to its launcher."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if group is None and current.PARTIAL.get("fork_launched", False):
+            return
+        dist.destroy_process_group(group)
+
+
+class PartialState(ProcessControl):
+    """What this process is and how it steers itself among the others; every instance shows the same values.
+
+    The first instance starts the process: it finds its rank, chooses its device and joins the process group. Later
+    ones are free, and their arguments are not looked at.
+
+    Args:
+        cpu: Use the CPU even if an accelerator is there.
+        **kwargs: Passed to `torch.distributed.init_process_group` (`backend`, `timeout`, ...).
+
+    Raises:
+        ConfigurationError: If a group exists already and has another backend than the one asked for.
+
+    Example:
+        ```python
+        from accelerate import PartialState
+
+        state = PartialState()
+        print(state.process_index, state.num_processes, state.device)
+        ```
+    """
+
+    _shared_state = current.PARTIAL
+
+    backend: str | None
+    debug: bool
+    fork_launched: bool
+    _cpu: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            kwargs.pop("_from_accelerator", None)
+            start(cpu=cpu, group_options=kwargs)
+        self.fork_launched = env.flag("FORK_LAUNCHED")
+
+    @property
+    def initialized(self) -> bool:
+        """Return whether this process was started since the last reset."""
+        return self._shared_state != {}
+
+    @property
+    def default_device(self) -> torch.device:
+        """Return the device a single process would use."""
+        return devices.default().value.device()
+
+    def set_device(self) -> None:
+        """Make the device of this process the current one."""
+        runtime = current.runtime()
+        runtime.backend.set_device(runtime.device)
+
+    def _restrict(self, function: F | None, runs_here: bool) -> Any:
+        if function is None:
+            return lambda given: self._restrict(given, runs_here)
+        return function if runs_here or not self.use_distributed else do_nothing
+
+    def on_main_process(self, function: F | None = None) -> Any:
+        """Return `function` on the main process and a function that does nothing on the others."""
+        if not self.initialized:
+            raise ConfigurationError(
+                "on_main_process was used before this process was started, so its rank is not known. "
+                "Make a PartialState() or an Accelerator() first."
+            )
+        return self._restrict(function, self.is_main_process)
+
+    def on_local_main_process(self, function: F | None = None) -> Any:
+        """Return `function` on the first process of each machine and a function that does nothing on the others."""
+        return self._restrict(function, self.is_local_main_process)
+
+    def on_last_process(self, function: F) -> Any:
+        """Return `function` on the last process and a function that does nothing on the others."""
+        return self._restrict(function, self.is_last_process)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Return `function` on the process with this rank and a function that does nothing on the others."""
+        return self._restrict(function, self.process_index == process_index)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Return `function` on the processes with this local rank and a function that does nothing on the others."""
+        return self._restrict(function, self.local_process_index == local_process_index)
+
+    @staticmethod
+    def _reset_state() -> None:
+        current.PARTIAL.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__annotations__ or name in _PUBLIC_FACTS:
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r} any more because the state was reset after this object was "
+                f"made. Make a new {type(self).__name__}() or Accelerator()."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+class AcceleratorState(ProcessControl):
+    """The facts of `PartialState`, the number format and the engines of the run; one set of values per process.
+
+    It is made by `Accelerator`; a program only makes instances to look at the values.
+
+    Raises:
+        ConfigurationError: If no `Accelerator` was made before, or an argument contradicts what is in force.
+    """
+
+    _shared_state = current.ACCELERATOR
+
+    backend: str | None
+    debug: bool
+    dynamo_plugin: Any
+    deepspeed_plugins: dict[str, Any] | None
+    parallelism_config: Any
+    device_mesh: Any
+    _mixed_precision: str
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        cpu = cpu or env.flag("ACCELERATE_USE_CPU")
+        if self.initialized:
+            self._check_agreement(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ConfigurationError(
+                "AcceleratorState() was made before any Accelerator, so there are no settings to show. "
+                "Make an Accelerator() first, or use PartialState() for ranks and devices."
+            )
+        precision = resolve_precision(mixed_precision)
+        request = EngineRequest.from_plugins(
+            deepspeed=deepspeed_plugin, fsdp=fsdp_plugin, megatron=megatron_lm_plugin, parallelism=parallelism_config
+        )
+        strategies.require_known(request)
+        partial = PartialState(cpu, **kwargs)
+        label = strategies.select(request, current.runtime()).value.label(current.runtime())
+        self.__dict__.update({name: current.PARTIAL[name] for name in _PUBLIC_FACTS})
+        self.distributed_type = partial.distributed_type = label
+        self._mixed_precision = precision
+        self.dynamo_plugin = dynamo_plugin
+        self.deepspeed_plugins = None
+        self.torch_tp_plugin = torch_tp_plugin
+        self.parallelism_config = parallelism_config
+        self.device_mesh = None
+        self.use_ipex = False
+
+    def _check_agreement(self, mixed_precision: str | None, cpu: bool) -> None:
+        if cpu and self.device.type != "cpu":
+            raise ConfigurationError(
+                f"cpu=True was given, but this process already runs on {self.device}. Pass cpu=True to the first "
+                "Accelerator of the program, or reset the state in between with `accelerator.reset()`."
+            )
+        if mixed_precision is not None and resolve_precision(mixed_precision) != self._mixed_precision:
+            raise ConfigurationError(
+                f"mixed_precision={mixed_precision!r} was given, but this process already uses "
+                f"{self._mixed_precision!r}. Pass it to the first Accelerator of the program, or reset the state in "
+                "between with `accelerator.reset()`."
+            )
+
+    @property
+    def initialized(self) -> bool:
+        """Return whether an `Accelerator` was made since the last reset."""
+        return self._shared_state != {}
+
+    @property
+    def fork_launched(self) -> bool:
+        """Return whether a launcher forked this process."""
+        return bool(current.PARTIAL.get("fork_launched", False))
+
+    @property
+    def mixed_precision(self) -> str:
+        """Return the number format in force: "no", "fp16", "bf16" or "fp8"."""
+        return self._mixed_precision
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Return whether the run shards its weights with version 2 of FSDP."""
+        return getattr(self.__dict__.get("fsdp_plugin"), "fsdp_version", None) == 2
+
+    @property
+    def deepspeed_plugin(self) -> Any | None:
+        """Return the DeepSpeed settings in force, None without DeepSpeed."""
+        plugins = self.deepspeed_plugins or {}
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """Return the DeepSpeed settings that were given under `name`."""
+        return (self.deepspeed_plugins or {})[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Put the DeepSpeed settings under `name` in force."""
+        for key, plugin in (self.deepspeed_plugins or {}).items():
+            if key != name:
+                plugin._unselect()
+        self.get_deepspeed_plugin(name or "").select(_from_accelerator_state=True)
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        current.ACCELERATOR.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__annotations__ or name in _PUBLIC_FACTS:
+            raise AttributeError(
+                f"AcceleratorState has no {name!r} any more because the state was reset after this object was made. "
+                "Make a new Accelerator()."
+            )
+        raise AttributeError(f"'AcceleratorState' object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return repr(PartialState()) + f"Mixed precision type: {self.mixed_precision}\n"
+
+
+def resolve_precision(mixed_precision: str | PrecisionType | None) -> str:
+    """Return the number format that an argument, else ACCELERATE_MIXED_PRECISION, asks for.
+
+    Raises:
+        ConfigurationError: If there is no such format.
+    """
+    given = mixed_precision if mixed_precision is not None else env.get("ACCELERATE_MIXED_PRECISION", "no")
+    name = str(given).lower()
+    if name not in PrecisionType.list():
+        raise ConfigurationError(
+            f"mixed_precision={given!r} is not a number format. Write one of {', '.join(PrecisionType.list())}."
+        )
+    return name

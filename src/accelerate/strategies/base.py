@@ -1,0 +1,159 @@
+"""The base strategy, which is training on a single device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from .._base.choice import Choice
+from .._base.enums import DistributedType, DynamoBackend
+from ..config.sections.dynamo import TorchDynamoPlugin
+from ..config.sections.handlers import DistributedDataParallelKwargs
+from ..parallel.compile import compile_regions, has_compiled_regions, is_compiled_module
+from ..parallel.unwrap import extract_model_from_parallel
+from ..precision.base import Precision
+from ..runtime.runtime import Runtime
+from ..session.request import EngineRequest
+
+Step = Callable[[torch.nn.Module], torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do: the rest of the library asks here instead of comparing names.
+
+    Args:
+        replicates: Every rank holds the whole model and gradients are averaged between ranks.
+        joinable: Ranks may have different numbers of batches under `join_uneven_inputs`.
+        clips_by_value: Gradients can be clipped element by element.
+    """
+
+    replicates: bool = False
+    joinable: bool = False
+    clips_by_value: bool = True
+
+
+@dataclass(frozen=True)
+class StrategyContext:
+    """What a strategy works with: the process, the number format and the user's options."""
+
+    runtime: Runtime
+    precision: Precision
+    dynamo: TorchDynamoPlugin
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+
+
+class Strategy:
+    """Train on one device. Engines override what they do differently.
+
+    Args:
+        context: The process, the number format and the options of the run.
+    """
+
+    name: ClassVar[str] = "single"
+    engine: ClassVar[str | None] = None
+    """The engine whose plugin selects this strategy, None where no plugin is needed."""
+    caps: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+        self.runtime = context.runtime
+        self.precision = context.precision
+
+    @classmethod
+    def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
+        """Decide whether this strategy runs what was asked for."""
+        return Choice(not runtime.is_distributed, f"there are {runtime.world_size} process(es)")
+
+    @classmethod
+    def label(cls, runtime: Runtime) -> DistributedType:
+        """Return the name of this regime in the public enumeration."""
+        return DistributedType.NO
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raise a ConfigurationError, before anything is touched, if this strategy cannot train `model`."""
+
+    def steps(self, *, place: bool, evaluation: bool) -> tuple[Step, ...]:
+        """Return what is done to a model, in order.
+
+        Autocast goes innermost, so that wrappers see float32 outputs; blocks are compiled before the model is wrapped
+        and a whole model after, because each compiler wants to see, respectively not to see, the wrapper.
+        """
+        chain: list[Step] = [self.precision.wrap_forward]
+        if place:
+            chain.append(self.place)
+        chain.append(self.compile_blocks)
+        if not evaluation:
+            chain.append(self.wrap)
+        chain.append(self.compile_whole)
+        return tuple(chain)
+
+    def prepare_model(self, model: torch.nn.Module, *, place: bool, evaluation: bool) -> torch.nn.Module:
+        """Return `model` ready for training, or for evaluation only."""
+        for step in self.steps(place=place, evaluation=evaluation):
+            model = step(model)
+        return model
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device of this process; a quantised one stays where it was loaded."""
+        if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
+            return model
+        return model.to(self.runtime.device)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Put the engine's wrapper around a model."""
+        return model
+
+    def compile_blocks(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Compile repeated blocks one by one, where that was asked for."""
+        dynamo = self.context.dynamo
+        if not _compiles(dynamo) or not dynamo.use_regional_compilation or has_compiled_regions(model):
+            return model
+        return compile_regions(model, **dynamo.to_kwargs())
+
+    def compile_whole(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Compile the model as a whole, where that was asked for."""
+        dynamo = self.context.dynamo
+        if not _compiles(dynamo) or dynamo.use_regional_compilation or is_compiled_module(model):
+            return model
+        return torch.compile(model, **dynamo.to_kwargs())  # type: ignore[no-any-return]
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which backward passes do not exchange gradients."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`."""
+        self.precision.backward(loss, **kwargs)
+
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
+        """Multiply the gradients that are there by `factor`."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scale gradients down so that their total norm is at most `max_norm`, and return the norm they had."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limit each element of the gradients to the range from `-clip_value` to `clip_value`."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def full_state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """Return all weights of a model, gathered where they are sharded."""
+        return (extract_model_from_parallel(model) if unwrap else model).state_dict()
+
+    def data_shard(self) -> tuple[int, int]:
+        """Return which share of the data this process reads, and of how many."""
+        return self.runtime.rank, self.runtime.world_size
+
+
+def _compiles(dynamo: TorchDynamoPlugin) -> bool:
+    return dynamo.backend != DynamoBackend.NO and not dynamo.disable

@@ -1,0 +1,64 @@
+"""Data parallelism: every rank holds the whole model, gradients are averaged in the backward pass."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .._base.choice import Choice
+from .._base.enums import DistributedType
+from .._base.errors import ConfigurationError
+from ..runtime.runtime import Runtime
+from ..session.request import EngineRequest
+from .base import Capabilities, Strategy
+
+
+class DDPStrategy(Strategy):
+    """torch's `DistributedDataParallel` on any hardware that has a process group."""
+
+    name: ClassVar[str] = "ddp"
+    caps: ClassVar[Capabilities] = Capabilities(replicates=True, joinable=True)
+
+    @classmethod
+    def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
+        """Take every run with several processes."""
+        return Choice(runtime.is_distributed, f"there are {runtime.world_size} processes")
+
+    @classmethod
+    def label(cls, runtime: Runtime) -> DistributedType:
+        """Return the name of the hardware's regime, such as MULTI_GPU."""
+        return runtime.backend.label
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that is already split over ranks."""
+        sharded = next((name for name, value in model.named_parameters() if isinstance(value, DTensor)), None)
+        if sharded is not None:
+            raise ConfigurationError(
+                f"The parameter {sharded!r} of {type(model).__name__} is a DTensor, split over ranks, which data "
+                "parallelism by replicas cannot average. Use an engine that shards (FSDP), or unshard the model."
+            )
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap a model that has something to train; others need no exchange of gradients."""
+        if isinstance(model, DistributedDataParallel):
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        options = self.context.ddp.to_kwargs()
+        for hook_option in ("comm_hook", "comm_wrapper", "comm_state_option"):
+            options.pop(hook_option, None)
+        device_ids = self.runtime.backend.ddp_device_ids(self.runtime.device)
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            device_ids = None  # a model over several devices places its inputs itself
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
+        self.context.ddp.register_comm_hook(wrapped)
+        return wrapped
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return DDP's own context, or nothing for a model that is not wrapped."""
+        suspend = getattr(model, "no_sync", None)
+        return suspend() if suspend is not None else nullcontext()

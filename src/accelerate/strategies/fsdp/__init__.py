@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism: its state on disk."""

@@ -1,0 +1,40 @@
+"""Adapters of PEFT models: recognised, and their weights under the names that PEFT saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..._base.imports import is_peft_available
+from ...parallel.unwrap import extract_model_from_parallel
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model, without its wrappers, is a `PeftModel`."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(extract_model_from_parallel(model), PeftModel)
+
+
+def adapter_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the adapter's part of a state dict, under the names that PEFT gives it in a file."""
+    from peft import get_peft_model_state_dict
+
+    peft_model: Any = extract_model_from_parallel(model)
+    found: dict[str, Any] = get_peft_model_state_dict(
+        peft_model, state_dict=state_dict, adapter_name=peft_model.active_adapter
+    )
+    return found
+
+
+def model_names(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, str]:
+    """Return the name in the model of every name in an adapter file.
+
+    PEFT renames without a way back, so the entries are followed by their identity.
+    """
+    names = {id(value): name for name, value in state_dict.items()}
+    saved = adapter_state_dict(model, state_dict)
+    return {name: names[id(value)] for name, value in saved.items() if id(value) in names}

@@ -1,0 +1,50 @@
+"""Options and enums under their public path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelerate._base.enums import BaseEnum as BaseEnum
+from accelerate._base.enums import ComputeEnvironment as ComputeEnvironment
+from accelerate._base.enums import CustomDtype as CustomDtype
+from accelerate._base.enums import DDPCommunicationHookType as DDPCommunicationHookType
+from accelerate._base.enums import DistributedType as DistributedType
+from accelerate._base.enums import DynamoBackend as DynamoBackend
+from accelerate._base.enums import EnumWithContains as EnumWithContains
+from accelerate._base.enums import FP8BackendType as FP8BackendType
+from accelerate._base.enums import LoggerType as LoggerType
+from accelerate._base.enums import PrecisionType as PrecisionType
+from accelerate._base.enums import ProfilerActivity as ProfilerActivity
+from accelerate._base.enums import RNGType as RNGType
+from accelerate._base.enums import SageMakerDistributedType as SageMakerDistributedType
+from accelerate._base.lazy import attach, by_home
+from accelerate.config.sections.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
+from accelerate.config.sections.fp8 import AmaxComputeAlgorithm as AmaxComputeAlgorithm
+from accelerate.config.sections.fp8 import AORecipeKwargs as AORecipeKwargs
+from accelerate.config.sections.fp8 import Backend as Backend
+from accelerate.config.sections.fp8 import FP8Format as FP8Format
+from accelerate.config.sections.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.config.sections.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accelerate.config.sections.fp8 import OptLevel as OptLevel
+from accelerate.config.sections.fp8 import TERecipeKwargs as TERecipeKwargs
+from accelerate.config.sections.handlers import AutocastKwargs as AutocastKwargs
+from accelerate.config.sections.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.config.sections.handlers import GradScalerKwargs as GradScalerKwargs
+from accelerate.config.sections.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accelerate.config.sections.handlers import ProfileKwargs as ProfileKwargs
+from accelerate.config.sections.training import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.config.sections.training import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.config.sections.training import ProjectConfiguration as ProjectConfiguration
+from accelerate.config.settings import KwargsHandler as KwargsHandler
+
+if TYPE_CHECKING:
+    from accelerate.collectives.nested import TensorInformation as TensorInformation
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        by_home(
+            {
+                "accelerate.collectives.nested": "TensorInformation",
+            }
+        ),
+    )

@@ -1,0 +1,7 @@
+"""Seeding under its public path."""
+
+from __future__ import annotations
+
+from accelerate.collectives.rng import set_seed as set_seed
+from accelerate.collectives.rng import synchronize_rng_state as synchronize_rng_state
+from accelerate.collectives.rng import synchronize_rng_states as synchronize_rng_states

@@ -1,0 +1,7 @@
+"""Version comparison under its public path."""
+
+from __future__ import annotations
+
+from accelerate._base.versions import compare_versions as compare_versions
+from accelerate._base.versions import is_torch_version as is_torch_version
+from accelerate._base.versions import torch_version as torch_version

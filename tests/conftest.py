@@ -1,0 +1,50 @@
+"""Fixtures for every test: a clean environment and clean states, and a report of what a test left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [path for path in (str(Path(__file__).resolve().parents[1]),) if path not in sys.path]
+
+from tests.support.processes import close_process_group, forget_inherited_state
+
+# Set by pytest itself, or by a library once at its first import: no test can be blamed for these.
+FOREIGN_VARIABLES = (
+    "PYTEST_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRITON_",
+    "PYTORCH_",
+    "CUDA_MODULE_LOADING",
+    "MPLBACKEND",
+    "TOKENIZERS_PARALLELISM",
+    "NCCL_ASYNC_ERROR_HANDLING",
+)
+
+
+def leaked_variables(before: dict[str, str]) -> list[str]:
+    """Restore the environment and return what a test changed there, as "NAME: old -> new"."""
+    now = dict(os.environ)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    os.environ.clear()
+    os.environ.update(before)
+    own = [name for name in changed if not name.startswith(FOREIGN_VARIABLES)]
+    return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in own]
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing_behind() -> Iterator[None]:
+    """Reset states, process group and environment after each test, and fail the test that left one."""
+    before = dict(os.environ)
+    yield
+    leaks = [f"environment variable {change}" for change in leaked_variables(before)]
+    leaks += ["a torch.distributed process group"] if close_process_group() else []
+    forget_inherited_state()
+    if leaks:
+        pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)

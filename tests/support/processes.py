@@ -1,0 +1,214 @@
+"""Start real process groups for tests: a function on N processes, or a script through torchrun."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.multiprocessing
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS_FOR_THE_OTHERS = 2.0
+
+
+class ProcessGroupFailure(AssertionError):
+    """A process of the group raised, died or did not end in time."""
+
+
+def free_port() -> int:
+    """Return a TCP port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_group(
+    function: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+    start_method: str = "fork",
+) -> list[T]:
+    """Run `function(*args)` in `world_size` new processes and return the results in rank order.
+
+    The rank variables are set, the process group is not: the function starts it (or `Accelerator` does).
+
+    Args:
+        env: variables set in every process, on top of the rank variables.
+        start_method: "fork" takes any function, "spawn" an importable one.
+
+    Raises:
+        ProcessGroupFailure: with the traceback of the ranks that failed, the first failure first.
+    """
+    members = _start(function, args, world_size, dict(env or {}), start_method)
+    try:
+        return _collect(members, timeout)
+    finally:
+        for member in members:
+            member.close()
+
+
+def run_script(
+    path_or_source: str | Path,
+    world_size: int,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 180,
+) -> subprocess.CompletedProcess[str]:
+    """Run a script (a path, or its source text) by torchrun and return what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(path_or_source) if "\n" not in str(path_or_source) else Path(folder, "script.py")
+        if path.parent == Path(folder):
+            path.write_text(str(path_or_source))
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
+        command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(path), *args]
+        return subprocess.run(
+            command, env=script_environment(env), timeout=timeout, capture_output=True, text=True, check=False
+        )
+
+
+def script_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment in which a child python finds the package and the tests."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **defaults, **(env or {})}
+
+
+@dataclass
+class _Member:
+    rank: int
+    process: BaseProcess
+    connection: Connection
+    stack_file: str
+    outcome: tuple[bool, Any] | None = field(default=None)
+
+    def receive(self) -> None:
+        try:
+            self.outcome = pickle.loads(self.connection.recv_bytes())
+        except EOFError:
+            self.process.join(5)
+            self.outcome = (False, f"the process ended without a result, exit code {self.process.exitcode}")
+
+    def stack(self) -> str:
+        """Ask a process that is still running where it stands."""
+        if self.process.pid is not None and self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return Path(self.stack_file).read_text()
+
+    def close(self) -> None:
+        if self.outcome is None or not self.outcome[0]:
+            self.process.kill()
+        self.process.join(10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.connection.close()
+        Path(self.stack_file).unlink(missing_ok=True)
+
+
+def _start(
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, env: dict[str, str], method: str
+) -> list[_Member]:
+    context = torch.multiprocessing.get_context(method)
+    port = str(free_port())
+    members = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        handle, stack_file = tempfile.mkstemp(prefix="stack-")
+        os.close(handle)
+        ranks = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
+        process = context.Process(target=_member_main, args=(theirs, stack_file, {**ranks, **env}, function, args))
+        with warnings.catch_warnings():
+            # Python 3.12 warns of a fork beside threads; the children set one torch thread before they compute.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        theirs.close()
+        members.append(_Member(rank, process, ours, stack_file))
+    return members
+
+
+def _member_main(
+    connection: Connection, stack_file: str, env: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(env)
+    # The thread pool of a forked parent does not exist in the child: an OpenMP region there would wait for ever.
+    torch.set_num_threads(1)
+    with open(stack_file, "w") as stream:
+        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+        try:
+            forget_inherited_state()
+            outcome: tuple[bool, Any] = (True, function(*args))
+            payload = pickle.dumps(outcome)
+        except BaseException:
+            payload = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(payload)
+        connection.close()
+        close_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def forget_inherited_state() -> None:
+    """Reset the library's global state in this process, so far as its modules are loaded."""
+    for name in ("accelerate.runtime.current", "accelerate._base.warn_once"):
+        if name in sys.modules:
+            importlib.import_module(name).reset()
+
+
+def close_process_group() -> bool:
+    """Destroy the default process group; return whether there was one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    distributed.destroy_process_group()
+    return True
+
+
+def _collect(members: list[_Member], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    failed: list[_Member] = []
+    while pending := [member for member in members if member.outcome is None]:
+        ready = wait([member.connection for member in pending], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for member in pending:
+            if member.connection in ready:
+                member.receive()
+                assert member.outcome is not None
+                if not member.outcome[0]:
+                    deadline = min(deadline, time.monotonic() + SECONDS_FOR_THE_OTHERS)
+                    failed.append(member)
+    late = [member for member in members if member.outcome is None]
+    if not failed and not late:
+        return [member.outcome[1] for member in members if member.outcome is not None]
+    parts = [f"rank {member.rank} failed:\n{member.outcome[1]}" for member in failed if member.outcome is not None]
+    parts += [f"rank {member.rank} did not end; it stands at:\n{member.stack()}" for member in late]
+    raise ProcessGroupFailure("\n".join(parts))

@@ -1,0 +1,111 @@
+"""Metrics on one process: padding is cut, nothing else changes, and means are weighted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.collectives import ops
+from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mean
+
+
+@dataclass
+class Share:
+    rows: int | None
+    real: int | None
+
+
+def test_without_padding_the_value_is_returned() -> None:
+    for data in (torch.tensor(1.0), {"a": ["x"]}, ["a", "b"], 5):
+        for share in (None, Share(None, None), Share(4, 4)):
+            assert gather_for_metrics_rows(data, share) is data
+
+
+def test_every_leaf_is_cut_to_the_real_rows() -> None:
+    data = {
+        "logits": torch.arange(8).reshape(4, 2),
+        "tokens": torch.arange(12),
+        "names": ["a", "b", "c", "d"],
+        "boxes": [{"i": 0}, {"i": 1}, {"i": 2}, {"i": 3}],
+        "pair": (torch.arange(4), np.arange(4)),
+        "collated": ("a", "b", "c", "d"),
+    }
+    cut = gather_for_metrics_rows(data, Share(4, 3))
+    assert cut["logits"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert cut["tokens"].tolist() == list(range(9))
+    assert cut["names"] == ["a", "b", "c"]
+    assert cut["boxes"] == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert cut["pair"][0].tolist() == cut["pair"][1].tolist() == [0, 1, 2]
+    assert cut["collated"] == ("a", "b", "c")
+
+
+def test_a_leaf_that_does_not_fit_is_kept_and_named_once() -> None:
+    data = {"odd": torch.arange(5)}
+    message = r"\['odd'\], of size 5, belong to the 1 padded samples of this batch of 4"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert gather_for_metrics_rows(data, Share(4, 3))["odd"].tolist() == [0, 1, 2, 3, 4]
+    assert caught[0].filename == __file__
+    assert len(gather_for_metrics_rows(data, Share(4, 3))["odd"]) == 5
+
+
+def test_weighted_mean_of_one_process_is_its_value() -> None:
+    found = weighted_mean({"loss": torch.tensor(3.0, dtype=torch.float64), "n": 2, "v": [torch.ones(2).half()]}, 5)
+    assert (found["loss"].dtype, found["loss"].item()) == (torch.float64, 3.0)
+    assert (found["n"].dtype, found["n"].item()) == (torch.float32, 2.0)
+    assert (found["v"][0].dtype, found["v"][0].tolist()) == (torch.float16, [1.0, 1.0])
+    assert math.isnan(weighted_mean(torch.tensor(3.0), 0).item())
+    with pytest.raises(TypeError):
+        weighted_mean("text", 1)
+
+
+def test_operations_on_one_process() -> None:
+    data: Any = {"a": torch.ones(2), "b": [torch.tensor(1)]}
+    assert ops.gather(data) is data
+    assert ops.gather_object(data) is data
+    assert ops.broadcast(data) is data
+    assert ops.pad_across_processes(data) is data
+    listed = [1]
+    assert ops.broadcast_object_list(listed) is listed
+    reduced = ops.reduce(data)
+    assert reduced["a"] is not data["a"]
+    assert reduced["a"].tolist() == [1.0, 1.0]
+    assert ops.copy_tensor_to_devices(data["a"]).tolist() == [1.0, 1.0]
+    shape, code = ops.gather_tensor_shape(torch.ones(2, 3).half())
+    assert (shape.tolist(), ops.TENSOR_INT_TO_DTYPE[code]) == ([2, 3], torch.float16)
+
+
+def test_a_gradient_flows_through_a_reduction() -> None:
+    weight = torch.tensor(2.0, requires_grad=True)
+    ops.reduce(weight * 3).backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == 3.0
+
+
+def test_wrong_input_is_named() -> None:
+    with pytest.raises(TypeError, match=r"gather was given 'text' of type <class 'str'>.*gather_object"):
+        ops.gather("text")
+    with pytest.raises(TypeError, match=r"reduce was given 'x' of type <class 'str'> at \['a'\]\[0\]"):
+        ops.reduce({"a": ["x"]})
+    with pytest.raises(TypeError, match="pad_across_processes was given 'x'"):
+        ops.pad_across_processes("x")
+    with pytest.raises(TypeError, match="pass a list"):
+        ops.broadcast_object_list((1, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduction='median' is not known"):
+        ops.reduce(torch.ones(1), "median")
+    with pytest.raises(RuntimeError, match="every process passed None"):
+        ops.copy_tensor_to_devices(None)
+    with pytest.warns(UserWarning, match=r"scale=2.0\) has no effect"):
+        ops.reduce(torch.ones(1), scale=2.0)
+
+
+def test_gathered_parameters_leaves_plain_parameters_alone() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with ops.GatheredParameters(weight, modifier_rank=0):
+        assert weight.tolist() == [1.0, 1.0]
+    with ops.GatheredParameters([weight], enabled=False):
+        pass

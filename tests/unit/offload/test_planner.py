@@ -1,0 +1,238 @@
+"""Which device each module gets, and why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from accelerate.offload.device_map import (
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    clean_device_map,
+)
+from accelerate.offload.places import lookup
+from accelerate.offload.planner import (
+    Planner,
+    fallback_allocate,
+    get_module_size_with_ties,
+    infer_auto_device_map,
+)
+from accelerate.offload.sizes import compute_module_sizes, get_max_layer_size
+
+
+class Net(nn.Module):
+    """linear1 64 bytes, batchnorm 72, linear2 100: 236 in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+
+def linear(count: int) -> nn.Module:
+    """A layer of `count` bytes."""
+    return nn.Linear(count // 4, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ({0: 250}, {"linear1": 0, "batchnorm": 0, "linear2": 0}),
+        ({0: 200, 1: 200}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),  # 100 of the first wait for linear2
+        ({"cpu": 236}, {"linear1": "cpu", "batchnorm": "cpu", "linear2": "cpu"}),
+        ({"cpu": 100}, {"linear1": "disk", "batchnorm": "disk", "linear2": "disk"}),
+        ({0: 240, 1: 60, "cpu": 1000}, {"linear1": 0, "batchnorm": 0, "linear2": 0}),
+        ({0: 170, "cpu": 200}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
+    ],
+)
+def test_devices_are_filled_in_order_with_room_for_the_largest_layer(
+    memory: dict[int | str, int], expected: dict[str, int | str]
+) -> None:
+    assert infer_auto_device_map(Net(), memory, clean_result=False) == expected
+
+
+def test_every_choice_has_a_reason_and_verbose_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    plan = Planner(model, {0: 200, 1: 200}, compute_module_sizes(model), set()).run()
+    assert plan.choices["linear1"].reason == "64 bytes fit in 100"
+    assert plan.used == {0: 64, 1: 172, "disk": 0}
+    infer_auto_device_map(model, {0: 200, 1: 200}, verbose=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert "batchnorm: not on 0, 72 bytes do not fit in 36" in printed
+    assert len(printed) == 4
+
+
+def test_a_container_is_split_unless_its_class_stays_whole() -> None:
+    model = nn.Sequential(nn.Sequential(linear(40), linear(40)), linear(40))
+    assert infer_auto_device_map(model, {0: 80, 1: 80}) == {"0.0": 0, "0.1": 1, "1": 1}
+    whole = infer_auto_device_map(model, {0: 80, 1: 80}, no_split_module_classes=["Sequential"])
+    assert whole == {"0": 1, "1": "disk"}
+
+
+def test_direct_tensors_of_a_split_container_get_a_place() -> None:
+    model = nn.Sequential(nn.Sequential(linear(40), linear(40)), linear(40))
+    model[0].scale = nn.Parameter(torch.ones(2))
+    model[0].register_buffer("shift", torch.ones(2))
+    device_map = infer_auto_device_map(model, {0: 90, 1: 100}, clean_result=False)
+    assert device_map == {"0.scale": 0, "0.0": 0, "0.1": 1, "0.shift": 1, "1": 1}
+    check_device_map(model, device_map)
+
+
+def test_dtypes_make_a_model_smaller() -> None:
+    model = Net()
+    with pytest.warns(UserWarning, match="buffers"):
+        assert "disk" in infer_auto_device_map(model, {0: 130}).values()
+    assert infer_auto_device_map(model, {0: 130}, dtype=torch.float16) == {"": 0}
+    heavy = infer_auto_device_map(model, {0: 130}, dtype="float16", special_dtypes={"linear2.weight": torch.float32})
+    assert set(heavy.values()) == {0, "disk"}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(10, 10, bias=False)
+        self.body = linear(80)
+        self.head = nn.Linear(10, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_modules_go_to_one_device() -> None:
+    device_map = infer_auto_device_map(Tied(), {0: 500, "cpu": 1000}, clean_result=False)
+    assert device_map == {"embed": 0, "head": 0, "body": 0}
+    split = infer_auto_device_map(Tied(), {0: 100, 1: 450, "cpu": 1000}, clean_result=False)
+    assert split["embed"] == split["head"] == 1
+
+
+def test_only_the_tied_part_of_a_container_comes_along() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(10, 10, bias=False), "rest": nn.ModuleList([linear(400), nn.Linear(10, 10)])})
+    model["rest"][1].weight = model["first"].weight
+    device_map = infer_auto_device_map(model, {0: 850, "cpu": 2000})
+    assert device_map == {"first": 0, "rest.1": 0, "rest.0": "cpu"}
+
+
+def test_sizes_with_ties_count_a_shared_weight_once() -> None:
+    model = Tied()
+    sizes = compute_module_sizes(model)
+    size, names, modules = get_module_size_with_ties(
+        ["head.weight"], sizes["embed"], sizes, [("body", model.body), ("head", model.head)]
+    )
+    assert (size, names, modules) == (400, ["head"], [model.head])
+
+
+def test_fallback_takes_any_part_that_fits() -> None:
+    model = nn.ModuleDict({"big": linear(400), "box": nn.Sequential(linear(200), linear(40))})
+    sizes = compute_module_sizes(model)
+    name, module, rest = fallback_allocate(list(model.named_children()), sizes, 50)
+    assert (name, module) == ("box.1", model["box"][1])
+    assert [key for key, _ in rest] == ["big", "box.0"]
+    assert fallback_allocate(list(model.named_children()), sizes, 10)[:2] == (None, None)
+    kept, _, _ = fallback_allocate(list(model.named_children()), sizes, 50, no_split_module_classes=["Sequential"])
+    assert kept is None
+
+
+def test_fallback_fills_a_device_that_would_stay_empty() -> None:
+    model = nn.Sequential(linear(400), linear(40), linear(40))
+    limits: dict[int | str, int | str] = {0: 0, 1: 60, "cpu": 10_000}
+    assert set(infer_auto_device_map(model, limits).values()) == {"cpu"}
+    assert infer_auto_device_map(model, limits, fallback_allocation=True) == {"1": 1, "0": "cpu", "2": "cpu"}
+
+
+def test_buffers_of_offloaded_modules_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match="40 bytes"):
+        infer_auto_device_map(Net(), {0: 30, "cpu": 1000})
+    infer_auto_device_map(Net(), {0: 30, "cpu": 1000}, offload_buffers=True)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Module:
+    def make(depth: int) -> nn.Module:
+        if depth == 0 or draw(st.booleans()):
+            return linear(4 * draw(st.integers(1, 30)))
+        return nn.Sequential(*[make(depth - 1) for _ in range(draw(st.integers(1, 3)))])
+
+    model = nn.Sequential(*[make(draw(st.integers(0, 3))) for _ in range(draw(st.integers(1, 4)))])
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if len(layers) > 1 and draw(st.booleans()):
+        first, second = draw(st.permutations(layers))[:2]
+        second.weight = first.weight
+    return model
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.lists(st.integers(0, 300), max_size=3), st.integers(0, 600), st.booleans())
+def test_a_plan_covers_the_model_and_respects_every_limit(
+    model: nn.Module, accelerators: list[int], host: int, fallback: bool
+) -> None:
+    limits: dict[int | str, int] = {**dict(enumerate(accelerators)), "cpu": host}
+    sizes = compute_module_sizes(model)
+    plan = Planner(model, limits, sizes, set(), fallback).run()
+    check_device_map(model, plan.device_map)
+    used = {device: sum(sizes.get(n, 0) for n, c in plan.choices.items() if c.value == device) for device in limits}
+    assert all(used[device] <= limit for device, limit in limits.items())
+    short = clean_device_map(plan.device_map)
+    assert {name: lookup(short, name) for name in plan.choices} == plan.device_map
+
+
+def count_calls(count: int) -> int:
+    """Return how many parts a plan of `count` layers looks at."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(count)])
+    planner = Planner(model, {0: 20 * count, "cpu": 20 * count}, compute_module_sizes(model), set())
+    calls, place = 0, planner._place
+
+    def counted(name: str, module: nn.Module | torch.Tensor) -> bool:
+        nonlocal calls
+        calls += 1
+        return place(name, module)
+
+    planner._place = counted  # type: ignore[method-assign]
+    planner.run()
+    return calls
+
+
+def test_planning_is_linear_in_the_number_of_modules() -> None:
+    assert count_calls(400) <= 2.1 * count_calls(200)
+
+
+def test_the_largest_layer_is_named() -> None:
+    model = Net()
+    sizes = compute_module_sizes(model)
+    assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["linear2"])
+    nested = nn.Sequential(nn.Sequential(linear(40), linear(40)), linear(60))
+    sizes = compute_module_sizes(nested)
+    assert get_max_layer_size(list(nested.named_children()), sizes, None) == (60, ["1"])
+    assert get_max_layer_size(list(nested.named_children()), sizes, ["Sequential"]) == (80, ["0"])
+
+
+@pytest.mark.parametrize(
+    ("given_map", "expected"),
+    [
+        ({"a.b": 0, "a.c": 0, "d": 1}, {"a": 0, "d": 1}),
+        ({"a.b": 0, "a.c": 1, "d": 1}, {"a.b": 0, "a.c": 1, "d": 1}),
+        ({"a": "cpu", "b": "cpu"}, {"": "cpu"}),
+        ({"a.b.c": 0}, {"a.b.c": 0}),
+        ({"a.b.c": 0, "a.b.d": 0, "a.e": 1, "ab": 0}, {"a.b": 0, "a.e": 1, "ab": 0}),
+    ],
+)
+def test_a_map_is_written_short(given_map: dict[str, int | str], expected: dict[str, int | str]) -> None:
+    assert clean_device_map(given_map) == expected
+
+
+def test_a_map_is_shortened_below_one_module_only() -> None:
+    assert clean_device_map({"a": 0, "b.x": 0, "b.y": 0}, "b") == {"a": 0, "b": 0}
+
+
+def test_an_incomplete_map_is_refused_and_an_unknown_key_is_named() -> None:
+    with pytest.raises(ValueError, match=r"batchnorm\.weight.*linear2\.bias"):
+        check_device_map(Net(), {"linear1": 0})
+    with pytest.warns(UserWarning, match="'linear9'"):
+        check_device_map(Net(), {"": 0, "linear9": 1})
+
+
+def test_tied_weights_on_two_devices_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"head\.weight"):
+        check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"embed": 0, "head": 1})
+    check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"": 0})

@@ -1,0 +1,183 @@
+"""Single tensors of a module: placed, cast, tied and brought back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
+from accelerate.offload.offloaded import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+)
+from accelerate.offload.tensors import (
+    check_device_same,
+    get_non_persistent_buffers,
+    id_tensor_storage,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+from accelerate.offload.ties import find_tied_parameters, keep_alive_only, on_host, retie_parameters, shared_weights
+
+META = torch.device("meta")
+
+
+def with_buffers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    return model
+
+
+def test_a_tensor_goes_to_meta_and_comes_back_with_a_value() -> None:
+    layer = nn.Linear(2, 3)
+    layer.weight.requires_grad_(False)
+    layer.weight.tag = "kept"  # type: ignore[attr-defined]
+    set_module_tensor_to_device(layer, "weight", "meta")
+    assert layer.weight.device == META
+    value = torch.ones(3, 2, dtype=torch.float64)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=value)
+    assert isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
+    assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, torch.ones(3, 2))
+    assert layer.weight.tag == "kept"  # type: ignore[attr-defined]
+
+
+def test_dotted_names_buffers_and_parameter_classes_are_kept() -> None:
+    class Special(nn.Parameter):
+        pass
+
+    model = with_buffers()
+    model[0].weight = Special(torch.ones(2, 2))
+    set_module_tensor_to_device(model, "0.weight", "meta")
+    assert type(model[0].weight) is Special
+    set_module_tensor_to_device(model, "1.running_mean", "cpu", value=torch.full((2,), 3.0))
+    assert torch.equal(model.state_dict()["1.running_mean"], torch.full((2,), 3.0))
+    assert "0.scratch" not in model.state_dict()
+
+
+def test_dtypes_of_new_values() -> None:
+    layer = nn.Linear(2, 2)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), dtype=torch.float16)
+    assert layer.weight.dtype == torch.float16
+    set_module_tensor_to_device(layer, "bias", "cpu", dtype="bfloat16")
+    assert layer.bias.dtype == torch.bfloat16
+    quantised = torch.ones(2, 2, dtype=torch.int8)
+    set_module_tensor_to_device(layer, "weight", "cpu", value=quantised, dtype=torch.float16)
+    assert layer.weight.dtype == torch.int8 and not layer.weight.requires_grad
+
+
+def test_nothing_changes_for_a_tensor_that_is_there() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+    set_module_tensor_to_device(layer, "weight", "cpu")
+    assert layer.weight is weight
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "value", "message"),
+    [
+        ("nothing", "cpu", None, "'nothing'"),
+        ("gone.weight", "cpu", None, "'gone.weight'"),
+        ("weight", "cpu", torch.ones(5), r"\(5,\).*\(2, 2\)"),
+        ("weight", "disk", None, "'disk'"),
+    ],
+)
+def test_impossible_placements_are_refused(name: str, device: str, value: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        set_module_tensor_to_device(nn.Linear(2, 2), name, device, value=value)
+
+
+def test_meta_without_a_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="no data"):
+        set_module_tensor_to_device(nn.Linear(2, 2, device="meta"), "weight", "cpu")
+
+
+def test_a_tied_weight_is_copied_to_a_device_once() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    cache = shared_weights({"first.weight": first.weight})
+    set_module_tensor_to_device(first, "weight", "meta", tied_params_map=cache)
+    set_module_tensor_to_device(second, "weight", "meta", tied_params_map=cache)
+    assert first.weight is second.weight
+    keep_alive_only(cache, [])
+    assert cache == {}
+
+
+def test_names_of_tensors() -> None:
+    model = with_buffers()
+    assert get_non_persistent_buffers(model, recurse=True) == {"scratch"}
+    assert get_non_persistent_buffers(model, recurse=True, fqns=True) == {"0.scratch"}
+    names = [name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)]
+    assert names == list(dict(model.named_parameters())) + ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert [name for name, _ in named_module_tensors(model[0])] == ["weight", "bias", "scratch"]
+    assert [name for name, _ in named_module_tensors(model[0], include_buffers=False)] == ["weight", "bias"]
+
+
+def test_devices_and_storages_are_compared() -> None:
+    assert check_device_same(torch.device("cpu"), torch.device("cpu:0"))
+    assert not check_device_same(torch.device("meta:1"), torch.device("meta"))
+    tensor = torch.ones(4)
+    assert id_tensor_storage(tensor[:2]) == id_tensor_storage(tensor)
+    assert id_tensor_storage(tensor) != id_tensor_storage(tensor.clone())
+    assert id_tensor_storage(torch.ones(4, device="meta")) == (META, 0, 16)
+
+
+def test_ties_are_found_and_made_again() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("c", "a", "b")})
+    assert find_tied_parameters(model) == []
+    model["a"].weight = model["c"].weight
+    model["b"].bias = model["c"].bias
+    assert find_tied_parameters(model) == [["a.weight", "c.weight"], ["b.bias", "c.bias"]]
+    model["a"].weight = nn.Parameter(torch.ones(2, 2, device="meta"))
+    retie_parameters(model, [["a.weight", "c.weight"]])
+    assert model["a"].weight is model["c"].weight and model["c"].weight.device.type == "cpu"
+
+
+def test_a_state_dict_on_the_host_keeps_its_ties() -> None:
+    weight = torch.ones(3)
+    copied = on_host({"a": weight, "b": weight, "c": torch.ones(3)})
+    assert copied["a"] is copied["b"] and copied["c"] is not copied["a"]
+
+
+def offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model = with_buffers().eval()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=dict(weights))
+    return model, weights
+
+
+def test_offloaded_weights_are_brought_back_for_a_while() -> None:
+    model, weights = offloaded()
+    assert has_offloaded_params(model[0]) and not has_offloaded_params(nn.Linear(1, 1))
+    assert model[0].weight.device == META
+    with align_module_device(model[0]):
+        assert torch.equal(model[0].weight, weights["0.weight"])
+    assert model[0].weight.device == META
+    plain = nn.Linear(2, 2)
+    with align_module_device(plain, "meta"):
+        assert plain.weight.device == META
+
+
+def test_an_appended_hook_does_not_hide_offloaded_weights() -> None:
+    model, _ = offloaded()
+    add_hook_to_module(model[0], ModelHook(), append=True)
+    assert has_offloaded_params(model[0])
+
+
+def test_the_whole_state_dict_of_an_offloaded_model() -> None:
+    model, weights = offloaded()
+    found = get_state_dict_offloaded_model(model)
+    assert list(found) == list(weights)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert model[0].weight.device == META
+    entries = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": "?", "1.weight": "?"})
+    assert torch.equal(entries["0.weight"], weights["0.weight"]) and entries["1.weight"] == "?"
+
+
+def test_weights_that_are_nowhere_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    add_hook_to_module(model[0], AlignDevicesHook(execution_device="cpu", offload=True))
+    assert list(get_state_dict_offloaded_model(model)) == ["0.weight", "0.bias"]
+    assert "1.weight" in caplog.text

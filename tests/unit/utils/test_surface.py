@@ -1,0 +1,102 @@
+"""The lazy tables: every name is there, for people and for type checkers."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accelerate
+import accelerate.utils
+from accelerate.utils import dataclasses as public_dataclasses
+
+PACKAGE = Path(accelerate.__file__).parent
+SUBMODULES = [entry.name for entry in pkgutil.iter_modules(accelerate.utils.__path__)]
+
+
+def declared_names(path: Path) -> set[str]:
+    """Return the names that a module shows to type checkers: `import x as x`, and assignments under TYPE_CHECKING."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            names |= {ast.unparse(entry.targets[0]) for entry in node.body if isinstance(entry, ast.Assign)}
+    return names
+
+
+def test_every_name_of_the_top_level_resolves() -> None:
+    for name in accelerate._TABLE:  # type: ignore[attr-defined]
+        assert getattr(accelerate, name) is not None, name
+
+
+def test_the_top_level_shows_the_same_names_to_type_checkers() -> None:
+    declared = declared_names(PACKAGE / "__init__.py")
+    lazy = set(accelerate._TABLE) - set(accelerate._MODULES.split())  # type: ignore[attr-defined]
+    assert declared == lazy
+
+
+def test_every_name_of_utils_resolves() -> None:
+    for name in accelerate.utils._TABLE:  # type: ignore[attr-defined]
+        assert getattr(accelerate.utils, name) is not None, name
+
+
+@pytest.mark.parametrize("submodule", [name for name in SUBMODULES if name != "tqdm"])
+def test_every_name_of_a_submodule_resolves_and_is_in_utils(submodule: str) -> None:
+    module = importlib.import_module(f"accelerate.utils.{submodule}")
+    declared = declared_names(PACKAGE / "utils" / f"{submodule}.py")
+    assert declared
+    for name in declared:
+        assert getattr(module, name) is getattr(accelerate.utils, name), name
+    assert getattr(accelerate.utils, submodule) is module
+
+
+def test_utils_lists_no_name_that_no_submodule_declares() -> None:
+    declared = {name for submodule in SUBMODULES for name in declared_names(PACKAGE / "utils" / f"{submodule}.py")}
+    lazy = set(accelerate.utils._TABLE) - set(accelerate.utils._MODULES.split())  # type: ignore[attr-defined]
+    assert lazy - declared == {"ParallelismConfig"}
+
+
+def test_utils_hold_no_logic() -> None:
+    for submodule in SUBMODULES:
+        tree = ast.parse((PACKAGE / "utils" / f"{submodule}.py").read_text(encoding="utf-8"))
+        defined = [node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        assert defined == (["tqdm"] if submodule == "tqdm" else []), submodule
+
+
+def test_dir_lists_lazy_names() -> None:
+    assert {"Accelerator", "PartialState", "utils"} <= set(dir(accelerate))
+    assert {"gather", "set_seed", "tqdm"} <= set(dir(accelerate.utils))
+    assert "TensorInformation" in dir(public_dataclasses)
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="Acelerator"):
+        _ = accelerate.Acelerator  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="nonsense"):
+        from accelerate.utils import nonsense  # type: ignore[attr-defined]  # noqa: F401
+
+
+def run(code: str, **variables: str) -> str:
+    with accelerate.utils.patch_environment(**variables):
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    assert run("import sys, accelerate, accelerate.utils; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(("value", "hooked"), [("0", "False"), ("1", "True")])
+def test_rich_tracebacks_come_only_when_asked(value: str, hooked: str) -> None:
+    code = "import sys, accelerate; print(sys.excepthook is not sys.__excepthook__)"
+    assert run(code, ACCELERATE_ENABLE_RICH=value) == hooked
+
+
+def test_tqdm_stays_a_function_beside_its_module() -> None:
+    code = "import accelerate.utils.tqdm\nfrom accelerate.utils import tqdm\nprint(callable(tqdm), tqdm is accelerate.utils.tqdm)"
+    assert run(code) == "True True"
