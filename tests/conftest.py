@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+# Groups are forked from this process: threads of a pool that it has used would be missing in the children, which then
+# wait for them for ever. One thread needs no pool.
+torch.set_num_threads(1)
 
 sys.path[:0] = [path for path in (str(Path(__file__).resolve().parents[1]),) if path not in sys.path]
 

@@ -11,6 +11,20 @@ from accelerate._base.lazy import attach, by_home
 from accelerate.config import env
 
 if TYPE_CHECKING:
+    from accelerate import accelerator as accelerator
+    from accelerate import big_modeling as big_modeling
+    from accelerate import checkpointing as checkpointing
+    from accelerate import data_loader as data_loader
+    from accelerate import hooks as hooks
+    from accelerate import launchers as launchers
+    from accelerate import local_sgd as local_sgd
+    from accelerate import logging as logging
+    from accelerate import optimizer as optimizer
+    from accelerate import parallelism_config as parallelism_config
+    from accelerate import scheduler as scheduler
+    from accelerate import state as state
+    from accelerate import tracking as tracking
+    from accelerate import utils as utils
     from accelerate._base.enums import DDPCommunicationHookType as DDPCommunicationHookType
     from accelerate._base.enums import DistributedType as DistributedType
     from accelerate.accelerator import Accelerator as Accelerator
@@ -39,7 +53,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = (
         "accelerator big_modeling checkpointing data_loader hooks launchers local_sgd logging optimizer "
-        "parallelism_config scheduler state utils"
+        "parallelism_config scheduler state tracking utils"
     )
     _TABLE = {
         **{name: f"accelerate.{name}" for name in _MODULES.split()},

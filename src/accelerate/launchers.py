@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing
+import torch
+from torch.multiprocessing.spawn import start_processes
 
 from ._base.errors import ConfigurationError
 from .config.env import patch_environment
@@ -24,6 +25,8 @@ class _Worker:
 
     def __call__(self, rank: int) -> None:
         current.reset()
+        # A forked process must not enter a parallel region: the threads of its parent's pool were not forked.
+        torch.set_num_threads(1)
         with patch_environment(**self.variables, rank=str(rank), local_rank=str(rank)):
             self.function(*self.args)
 
@@ -60,22 +63,16 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
             "debug_launcher was called in a process that is already in a process group, which its workers would inherit. "
             "Call it before an Accelerator is made under a launcher, or reset that one with `accelerator.reset()`."
         )
-    handle, meeting = tempfile.mkstemp(prefix="accelerate-rendezvous-")
-    os.close(handle)
-    os.unlink(meeting)  # the store makes the file itself
+    folder = tempfile.TemporaryDirectory(prefix="accelerate-")
     variables = {
         "world_size": str(num_processes),
         "local_world_size": str(num_processes),
         "accelerate_mixed_precision": "no",
-        "accelerate_debug_rdv_file": meeting,
+        "accelerate_debug_rdv_file": str(Path(folder.name) / "rendezvous"),
         "accelerate_use_cpu": "yes",
         "gloo_socket_ifname": "lo",
+        "omp_num_threads": "1",
         "fork_launched": "1",
     }
-    try:
-        torch.multiprocessing.start_processes(
-            _Worker(function, args, variables), nprocs=num_processes, join=True, start_method="fork"
-        )
-    finally:
-        if os.path.exists(meeting):
-            os.unlink(meeting)
+    with folder:
+        start_processes(_Worker(function, args, variables), nprocs=num_processes, join=True, start_method="fork")

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from typing_extensions import Self
 
 from ._base.errors import ConfigurationError
-from .accelerator import Accelerator
 from .collectives import communicator
+from .strategies.base import Strategy
+
+
+class ReplicaTrainer(Protocol):
+    """What local SGD asks of an `Accelerator`."""
+
+    strategy: Strategy
+
+    @property
+    def use_distributed(self) -> bool:
+        """Return whether there are several processes."""
+        ...
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Return whether the batch at hand completes a window."""
+        ...
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context without exchange of gradients."""
+        ...
 
 
 class LocalSGD:
@@ -38,7 +59,7 @@ class LocalSGD:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+        self, accelerator: ReplicaTrainer, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if accelerator.use_distributed and enabled and not accelerator.strategy.caps.replicates:
             raise ConfigurationError(
@@ -55,15 +76,13 @@ class LocalSGD:
             self.local_sgd_steps = local_sgd_steps
             self._alone: AbstractContextManager[Any] | None = None
 
-    def __enter__(self) -> LocalSGD:
+    def __enter__(self) -> Self:
         if self.enabled:
             self._alone = self.accelerator.no_sync(self.model)
             self._alone.__enter__()
         return self
 
-    def __exit__(
-        self, type: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, type: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if not self.enabled:
             return
         # After an exception on one rank the others are elsewhere: averaging would wait for ever.

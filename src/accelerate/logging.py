@@ -59,7 +59,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     @functools.lru_cache(None)  # noqa: B019 - loggers live as long as the program
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, but only the first time for the same arguments."""
-        self.warning(*args, **kwargs)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1  # the caller's line, not this one
+        self.log(logging.WARNING, *args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -82,7 +82,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             scaler.update()
         return result
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients, if the window is complete."""
         if not self.gradient_state.sync_gradients:
             return
@@ -120,7 +120,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 return
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """Return the state of the inner optimizer."""
         return self.optimizer.state
 
@@ -129,7 +129,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of the inner optimizer."""
         return self.optimizer.param_groups
 
@@ -138,7 +138,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """Return the defaults of the inner optimizer."""
         return self.optimizer.defaults
 
@@ -182,9 +182,7 @@ def _place_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None
         optimizer.load_state_dict(move_to_device(optimizer.state_dict(), device))
 
 
-def patch_optimizer_step(
-    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
-) -> Callable[..., Any]:
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `step` that tells `accelerated_optimizer` when it is called, for optimizers without step hooks."""
 
     def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

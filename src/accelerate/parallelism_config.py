@@ -184,14 +184,12 @@ class ParallelismConfig:
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make the mesh of the axes in use, with the joined axes "dp", "dp_shard_cp" and "dp_cp"; None without axes."""
-        import torch
+        from torch.distributed.device_mesh import init_device_mesh
 
         axes = self._enabled(*_AXES)
         if not axes or (self.sp_enabled and self.sp_backend == "deepspeed"):
             return None
-        mesh = torch.distributed.init_device_mesh(
-            device_type, tuple(self._size(axis) for axis in axes), mesh_dim_names=tuple(axes)
-        )
+        mesh = init_device_mesh(device_type, tuple(self._size(axis) for axis in axes), mesh_dim_names=tuple(axes))
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joined.items():
             if parts:
@@ -222,6 +220,4 @@ class ParallelismConfig:
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain values."""
         plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
-        return {
-            name: value if isinstance(value, int | str | None) else vars(value) for name, value in plain.items()
-        }
+        return {name: value if isinstance(value, int | str | None) else vars(value) for name, value in plain.items()}

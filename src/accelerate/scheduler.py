@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from ._base.warn_once import warn_once
-from .optimizer import AcceleratedOptimizer
 from .runtime import current
 from .runtime.gradient_clock import GradientState
+
+
+class SteppingOptimizer(Protocol):
+    """What a scheduler asks of the optimizers it follows."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Return whether the last step was skipped because a gradient overflowed."""
+        ...
+
 
 _HORIZONS = ("total_steps", "total_iters", "T_max", "num_training_steps")
 
@@ -33,7 +42,7 @@ class AcceleratedScheduler:
     def __init__(
         self,
         scheduler: LRScheduler,
-        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        optimizers: SteppingOptimizer | Sequence[SteppingOptimizer],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
         steps_per_update: int | None = None,
@@ -54,7 +63,7 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1  # type: ignore[attr-defined]
+                self.scheduler._step_count += 1
             return
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
@@ -66,7 +75,7 @@ class AcceleratedScheduler:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._pace):
             # One-cycle schedules refuse to go past their end.
-            if total is None or self.scheduler._step_count <= total:  # type: ignore[attr-defined]
+            if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def _warn_of_pace(self) -> None:
@@ -85,7 +94,7 @@ class AcceleratedScheduler:
             "was written for the batches of one process (the length of the loader before prepare()). If it was written "
             "in optimizer steps, use Accelerator(global_batch_size=...), or "
             "DataLoaderConfiguration(split_batches=True), or Accelerator(step_scheduler_with_optimizer=False).",
-            stacklevel=4,
+            stacklevel=3,
         )
 
     def written_for(self, epoch_lengths: Sequence[int]) -> None:

@@ -138,9 +138,7 @@ class ProcessControl:
                 print(mine)
             ```
         """
-        yield process_control.split_between(
-            inputs, self.process_index, self.num_processes, apply_padding=apply_padding
-        )
+        yield process_control.split_between(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once a machine."""

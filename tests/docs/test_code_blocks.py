@@ -78,20 +78,31 @@ SHELL_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
-def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
-    program = tmp_path / page.with_suffix(".py").name
-    program.write_text(python_program(page.read_text(encoding="utf-8")), encoding="utf-8")
-    run = subprocess.run(
+def run_python_blocks(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = folder / "page.py"
+    program.write_text(python_program(page), encoding="utf-8")
+    return subprocess.run(
         [sys.executable, "-W", "error", str(program)],
-        cwd=tmp_path,
+        cwd=folder,
         env=page_environment(),
         capture_output=True,
         text=True,
         check=False,
         timeout=240,
     )
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
+def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    run = run_python_blocks(page.read_text(encoding="utf-8"), tmp_path)
     assert run.returncode == 0, f"{name(page)} (line numbers are those of the page)\n{run.stdout}\n{run.stderr}"
+
+
+def test_a_wrong_page_fails_at_its_own_line(tmp_path: Path) -> None:
+    page = "```python\nx = 1\n```\n\nNow x is 2:\n\n```python\nassert x == 2\n```\n"
+    run = run_python_blocks(page, tmp_path)
+    assert run.returncode == 1
+    assert "line 8, in <module>" in run.stderr
 
 
 @pytest.mark.parametrize("block", SHELL_BLOCKS)

@@ -189,6 +189,9 @@ def metrics_of_other_objects_count_every_sample_once() -> None:
         assert found["id"] == every
         assert found["score"].tolist() == found["array"].tolist() == list(range(real_total))
         assert found["step"] == [7] * world()
+        assert gather_for_metrics_rows({"id": names, "past": None}, share) == {"id": every, "past": None}
+        absent = gather_for_metrics_rows({"score": torch.tensor(numbers), "past": None}, share)
+        assert (absent["score"].tolist(), absent["past"]) == (list(range(real_total)), None)
         scored = gather_for_metrics_rows(Scored(torch.tensor(numbers), names), share)
         assert (type(scored), scored.score.tolist(), scored.names) == (Scored, list(range(real_total)), every)
         boxes = [{"box": torch.full((n % 3, 4), float(n))} for n in numbers]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.processes import run_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
@@ -20,7 +21,6 @@ from accelerate.strategies.fsdp.state_files import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from tests.support.processes import run_group
 
 LAYOUTS = [
     ("FULL_STATE_DICT", True),
@@ -183,6 +183,8 @@ def test_a_sharded_folder_is_read_by_another_number_of_processes(tmp_path: Path)
 @pytest.mark.multiprocess
 def test_a_missing_file_and_an_unknown_type_say_what_to_write(tmp_path: Path) -> None:
     (missing,) = run_group(read, 1, str(tmp_path), "FULL_STATE_DICT", True)
-    assert "pytorch_model_fsdp.bin" in missing and "state_dict_type" in missing
+    assert "pytorch_model_fsdp.bin" in missing
+    assert "state_dict_type" in missing
     (unknown,) = run_group(read, 1, str(tmp_path), "HALF_STATE_DICT", True)
-    assert "'HALF_STATE_DICT'" in unknown and "'FULL_STATE_DICT'" in unknown
+    assert "'HALF_STATE_DICT'" in unknown
+    assert "'FULL_STATE_DICT'" in unknown

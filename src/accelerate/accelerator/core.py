@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .._base.enums import DistributedType, FP8BackendType, RNGType
-from .._base.errors import ConfigurationError
+from .._base.errors import ConfigurationError, UsageError
 from .._base.warn_once import warn_once
 from ..checkpointing.files import save
 from ..config.sections.dynamo import TorchDynamoPlugin
@@ -286,6 +286,36 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
     def is_composable_parallelism_enabled(self) -> bool:
         """Return whether axes of parallelism can be combined in this run."""
         return self.is_fsdp2
+
+    def _axis_rank(self, axis: str) -> int:
+        config = self.parallelism_config
+        if config is None:
+            raise UsageError(
+                f"The rank along {axis!r} was asked for, but this Accelerator has no parallelism_config, so there are no "
+                "axes. Pass parallelism_config=ParallelismConfig(...)."
+            )
+        mesh = self.torch_device_mesh
+        return int(mesh.get_local_rank(axis)) if mesh is not None and axis in (mesh.mesh_dim_names or ()) else 0
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Return the rank along the axis of tensor parallelism, 0 where it is not in use."""
+        return self._axis_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Return the rank along the axis of context parallelism, 0 where it is not in use."""
+        return self._axis_rank("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return the rank along the axis of replicas, 0 where it is not in use."""
+        return self._axis_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Return the rank along the axis of sharding, 0 where it is not in use."""
+        return self._axis_rank("dp_shard")
 
     @property
     def should_save_model(self) -> bool:

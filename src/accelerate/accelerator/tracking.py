@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
 
 from .._base.errors import ConfigurationError
+from ..config.sections.training import ProjectConfiguration
+from ..runtime import current
+from ..state import AcceleratorState
 from ..tracking.base import BlankTracker, GeneralTracker
 from ..tracking.registry import LOGGER_TYPE_TO_CLASS, Chosen
-
-if TYPE_CHECKING:
-    from ..state import AcceleratorState
 
 
 class TrackingMixin:
@@ -18,19 +20,9 @@ class TrackingMixin:
 
     log_with: list[Chosen]
     trackers: list[GeneralTracker]
+    project_configuration: ProjectConfiguration
     state: AcceleratorState
-
-    if TYPE_CHECKING:
-
-        @property
-        def logging_dir(self) -> str | os.PathLike[str] | None: ...
-
-        @property
-        def is_main_process(self) -> bool: ...
-
-        def wait_for_everyone(self) -> None: ...
-
-    _trackers_are_finished = False
+    _has_ended = False
 
     def init_trackers(
         self,
@@ -48,11 +40,11 @@ class TrackingMixin:
             >>> accelerator = Accelerator(log_with="tensorboard", project_dir="runs")
             >>> accelerator.init_trackers("digits", config={"lr": 0.1})
         """
-        if not self.is_main_process:
-            return
-        if self._trackers_are_finished:  # a second run after `end_training`
+        if self._has_ended:  # a second run after `end_training`
             self.trackers.clear()
-            self._trackers_are_finished = False
+            self._has_ended = False
+        if current.runtime().rank != 0:
+            return
         options = init_kwargs or {}
         made = [self._make_tracker(entry, project_name, options) for entry in self.log_with]
         new = [tracker for tracker in made if not any(tracker is known for known in self.trackers)]
@@ -67,8 +59,9 @@ class TrackingMixin:
         if isinstance(entry, GeneralTracker):
             return entry
         make: Any = LOGGER_TYPE_TO_CLASS[str(entry)]
-        folder = (self.logging_dir,) if make.requires_logging_directory else ()
-        return make(project_name, *folder, **init_kwargs.get(str(entry), {}))
+        folder = (self.project_configuration.logging_dir,) if make.requires_logging_directory else ()
+        tracker: GeneralTracker = make(project_name, *folder, **init_kwargs.get(str(entry), {}))
+        return tracker
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name.
@@ -100,17 +93,24 @@ class TrackingMixin:
         Args:
             log_kwargs: For the name of a tracker, further arguments of its `log`.
         """
-        if not self.is_main_process:
+        if current.runtime().rank != 0:
             return
         options = log_kwargs or {}
         for tracker in self.trackers:
             tracker.log(values, step=step, **options.get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Close every tracker, wait for the other processes, and leave the process group."""
-        if not self._trackers_are_finished:
-            self._trackers_are_finished = True
-            for tracker in self.trackers:
-                tracker.finish()
-        self.wait_for_everyone()
-        self.state.destroy_process_group()
+        """Close every tracker, wait for the other processes, and leave the process group.
+
+        The run is over after this; a second call does nothing.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        # Each of these runs, the last one first, also when one before it fails: the others must not wait for ever.
+        with ExitStack() as steps:
+            if dist.is_available() and dist.is_initialized():
+                steps.callback(self.state.destroy_process_group)
+                steps.callback(self.state.wait_for_everyone)
+            for tracker in reversed(self.trackers):
+                steps.callback(tracker.finish)

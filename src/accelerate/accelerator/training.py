@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ from ..collectives import communicator
 from ..config.sections.handlers import AutocastKwargs, ProfileKwargs
 from ..optimizer import AcceleratedOptimizer
 from ..precision.base import Precision
-from ..runtime import current
+from ..runtime import current, debugger
 from ..runtime.gradient_clock import GradientState
 from ..runtime.torch_private import is_unscaled, rearm_reducer
 from ..strategies.base import Strategy
@@ -142,7 +143,7 @@ class TrainingMixin:
         changed: list[tuple[Any, bool]] = []
         if even_batches is not None:
             for loader in self._dataloaders:
-                sampler = getattr(loader, "batch_sampler", None)
+                sampler: Any = getattr(loader, "batch_sampler", None)
                 if hasattr(sampler, "even_batches"):
                     changed.append((sampler, sampler.even_batches))
                     sampler.even_batches = even_batches
@@ -159,9 +160,7 @@ class TrainingMixin:
             for sampler, value in changed:
                 sampler.even_batches = value
 
-    def backward(
-        self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **kwargs: Any
-    ) -> None:
+    def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Compute gradients of `loss`, divided by what the accumulation window calls for.
 
         Args:
@@ -250,9 +249,7 @@ class TrainingMixin:
             if not is_unscaled(self.scaler, inner):
                 self.scaler.unscale_(inner)
 
-    def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down so that their total norm is at most `max_norm`; returns the norm they had."""
         self.unscale_gradients()
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type)
@@ -293,8 +290,12 @@ class TrainingMixin:
             yield profiler
 
     def breakpoint(self, rank: int = 0) -> None:
-        """Stop all ranks and open the debugger on one of them; the others wait until it goes on."""
-        if not current.runtime().is_distributed:
-            breakpoint()  # noqa: T100 - this is what was asked for
-            return
-        torch.distributed.breakpoint(rank)
+        """Stop all ranks and open the debugger on one of them, at the line after this; the others wait for it.
+
+        Example:
+            ```python
+            if loss.isnan():
+                accelerator.breakpoint()
+            ```
+        """
+        debugger.stop(sys._getframe(1), rank)

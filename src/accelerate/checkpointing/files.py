@@ -28,26 +28,30 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Leave one name of each group that shares memory, and make tensors contiguous, in place.
+    """Leave one name of each tensor that has several, and make tensors contiguous, in place.
 
-    safetensors refuses shared memory; the names that are dropped are tied again when the weights are loaded.
+    safetensors refuses shared memory; the names that are dropped are tied again when the weights are loaded. Different
+    parts of one memory are different tensors: they are copied.
     """
-    owners: dict[tuple[torch.device, int, int], str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    storages: dict[tuple[torch.device, int], str] = {}
     dropped: list[str] = []
-    for name, tensor in state_dict.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
+    for name, tensor in list(state_dict.items()):
+        if not isinstance(tensor, torch.Tensor):
             continue
-        storage = tensor.untyped_storage()
-        identity = (tensor.device, storage.data_ptr(), storage.nbytes())
+        state_dict[name] = tensor.contiguous()
+        if tensor.device.type == "meta" or tensor.numel() == 0:
+            continue
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if owners.setdefault(identity, name) != name:
             dropped.append(name)
-    for name in dropped:
-        del state_dict[name]
+            del state_dict[name]
+            continue
+        storage = (tensor.device, state_dict[name].untyped_storage().data_ptr())
+        if storages.setdefault(storage, name) != name:
+            state_dict[name] = state_dict[name].clone()
     if dropped:
         warn_once(f"These tensors share memory with others and are saved under the first name only: {dropped}.")
-    for name, tensor in state_dict.items():
-        if isinstance(tensor, torch.Tensor):
-            state_dict[name] = tensor.contiguous()
     return state_dict
 
 

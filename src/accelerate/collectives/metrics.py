@@ -219,6 +219,8 @@ def _only_tensors(data: Any, always: bool, path: str = "") -> dict[str, Tensor] 
     """Return the tensors of a structure that holds nothing else, by path, or None."""
     if isinstance(data, Tensor):
         return None if always else {path: data}
+    if data is None:  # an output that the model did not give
+        return {}
     entries = None if _is_samples(data, always) else children(data)
     if entries is None:
         return None
@@ -277,7 +279,7 @@ def _merged(values: list[Any], always: bool, path: str) -> Any:
     entries = [children(value) for value in values]
     steps = [None if entry is None else [child.step for child in entry] for entry in entries]
     if all(step is None for step in steps):
-        return values
+        return values if any(value is not None for value in values) else None
     if any(step != steps[0] for step in steps):
         described = ", ".join(
             f"rank {rank}: {type(v).__name__} {s}" for rank, (v, s) in enumerate(zip(values, steps, strict=True))

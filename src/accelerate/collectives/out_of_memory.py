@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from .._base.errors import ConfigurationError, UsageError
 from ..runtime import current, process_group
@@ -33,7 +33,7 @@ class _Attempt:
 
     def __init__(self) -> None:
         self._number: int | None = None
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
 
     @property
     def world_size(self) -> int:
@@ -42,7 +42,7 @@ class _Attempt:
         return runtime.world_size if runtime is not None else 1
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """Return the store where the ranks met, None for a single process."""
         if self.world_size == 1:
             return None

@@ -18,7 +18,7 @@ from .packing import Parcel, Unpacker
 
 _FIELDS = 16
 _HEADER_BYTES = _FIELDS * 8
-_FIRST_CAPACITY = 1 << 16
+_FIRST_CAPACITY = 1 << 14
 _IN_FLIGHT = 2
 UNKNOWN = -1
 
@@ -66,6 +66,11 @@ def next_tag() -> int:
     return next(current.remember("dispatch_tags", lambda: itertools.count(1)))
 
 
+def _open_ends() -> dict[int, Any]:
+    """Return the ends with messages under way: their buffers must live, even if the loader is dropped meanwhile."""
+    return current.remember("dispatch_open_ends", dict)
+
+
 class _Line:
     """What the reader remembers of one receiver."""
 
@@ -83,6 +88,18 @@ class Sender:
         self._tag = next_tag()
         self._lines = {rank: _Line() for rank in range(1, world_size)}
         self.pass_number = 0
+
+    def begin(self) -> None:
+        """Start a pass."""
+        self.pass_number += 1
+        _open_ends()[self._tag] = self
+
+    def flush(self) -> None:
+        """Wait until everything is received."""
+        for line in self._lines.values():
+            while line.in_flight:
+                line.in_flight.popleft()[0].wait()
+        _open_ends().pop(self._tag, None)
 
     def send(self, rank: int, header: Header, parcel: Parcel | None = None, note: bytes = b"") -> None:
         """Send a batch, or a pickled note, to one process."""
@@ -128,6 +145,15 @@ class Receiver:
         self._structure: tuple[Any, ...] | None = None
         self._posted: tuple[Any, Tensor] | None = None
         self.pass_number = 0
+
+    def begin(self) -> None:
+        """Start a pass."""
+        self.pass_number += 1
+        _open_ends()[self._tag] = self
+
+    def flush(self) -> None:
+        """End a pass that was received to its end."""
+        _open_ends().pop(self._tag, None)
 
     def post(self) -> None:
         """Open the buffer of the next message, so that it arrives while this process computes."""

@@ -135,7 +135,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self._channel is None and runtime.world_size > 1:
             self._channel = Sender(runtime.world_size) if runtime.rank == 0 else Receiver()
         if self._channel is not None:
-            self._channel.pass_number += 1
+            self._channel.begin()
         self.begin()
         self.remainder = -1
         try:
@@ -148,6 +148,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     self.end_of_dataloader = True
                     self.remainder = header.samples
                 yield send_to_device(batch, device, self._non_blocking)
+            self._flush()
             if self._taken or start:
                 self._complete()
         finally:
@@ -163,12 +164,17 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if ahead is not None:
                 self._send(ahead, is_last=further is None)
             if isinstance(here, Exception):
+                self._flush()
                 raise here
             if here.state is not None:
                 self.dl_state_dict = {**here.state, "_iterator_finished": ahead is None}
             header = self._header(here, 0, is_last=ahead is None)
             yield Message(header, self._own_piece(here.pieces[0], header, 0))
             here, ahead = ahead, further
+
+    def _flush(self) -> None:
+        if self._channel is not None:
+            self._channel.flush()
 
     def _follow(self) -> Iterator[Message]:
         """Receive one's pieces until the last."""
@@ -178,6 +184,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         while True:
             header, batch = channel.receive()
             if header.kind == Kind.ERROR:
+                channel.flush()
                 raise _received_error(batch)
             if header.kind == Kind.END:
                 return

@@ -30,6 +30,7 @@ class DeviceBackend:
         priority: Backends with a higher number are preferred when several are available.
         rng_key: The name of this hardware's random state in a checkpoint.
         autocast_dtypes: Names of the dtypes that autocast supports here without asking the hardware.
+        process_variables: Environment variables that a process must have before it uses this hardware.
         needs_device_ids: Whether `DistributedDataParallel` wants the device index.
     """
 
@@ -42,6 +43,7 @@ class DeviceBackend:
     rng_key: str = ""
     autocast_dtypes: frozenset[str] = field(default_factory=frozenset)
     needs_device_ids: bool = True
+    process_variables: tuple[tuple[str, str], ...] = ()
 
     def load(self) -> bool:
         """Import the vendor's package, if it has one, and return whether torch can know this device type now."""
@@ -86,9 +88,6 @@ class DeviceBackend:
             select(device)
         else:
             torch.accelerator.set_device_index(device.index)
-
-    def prepare_process(self) -> None:
-        """Do what a process needs once before it uses this hardware."""
 
     def synchronize(self) -> None:
         """Wait until the device has done all work that was queued."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from .._base.enums import DistributedType
-from ..config import env
 from .base import DeviceBackend
 
 
 class MpsBackend(DeviceBackend):
-    """Metal: one device without an index; operators it lacks run on the CPU."""
+    """Metal: one device without an index."""
 
     def is_available(self) -> bool:
         """Return whether Metal is built in and usable."""
@@ -23,10 +22,6 @@ class MpsBackend(DeviceBackend):
     def device(self, index: int | None = None) -> torch.device:
         """Return the Metal device, which has no index."""
         return torch.device(self.type)
-
-    def prepare_process(self) -> None:
-        """Let operators that Metal lacks fall back to the CPU; torch reads this variable at first use."""
-        env.put("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the one Metal generator."""
@@ -41,4 +36,6 @@ BACKEND = MpsBackend(
     rng_key="torch_mps_manual_seed",
     autocast_dtypes=frozenset({"float16", "bfloat16"}),
     needs_device_ids=False,
+    # Operators that Metal lacks fall back to the CPU; torch reads this variable at first use.
+    process_variables=(("PYTORCH_ENABLE_MPS_FALLBACK", "1"),),
 )

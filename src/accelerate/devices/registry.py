@@ -67,7 +67,8 @@ def get(device: str | torch.device) -> DeviceBackend:
     return DeviceBackend(
         type=known.type,
         label=DistributedType.MULTI_GPU,
-        group_backend=torch.distributed.get_default_backend_for_device(known),
+        # torch's own question raises an error for a device that no group backend was registered for.
+        group_backend=torch.distributed.Backend.default_device_backend_map.get(known.type, "gloo"),
         rng_key=f"torch_{known.type}_manual_seed",
     )
 

@@ -160,10 +160,11 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to where they were before the hook; those from the meta device stay there."""
-        if self.offload:
-            for name, device in self.original_devices.items():
-                if device != META:
-                    self._set(module, name, device, (self.weights_map or {}).get(name))
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules)) if self.offload else {}
+        for name, device in self.original_devices.items():
+            value = (self.weights_map or {}).get(name)
+            if name in tensors and device != META and (value is not None or tensors[name].device != META):
+                self._set(module, name, device, value)
         return module
 
 
@@ -215,7 +216,8 @@ def _attach_execution(module: nn.Module, device: Place, settings: _Settings) -> 
     whole = settings.is_preloaded(module)
     below = [] if whole else [_attach_execution(child, device, settings) for child in module.children()]
     has_state = any(below) or _has_state(module, recurse=whole)
-    if has_state and not hasattr(module, "_hf_hook"):
+    runs = type(module).forward is not nn.Module.forward  # a list of modules is never called
+    if has_state and runs and not hasattr(module, "_hf_hook"):
         add_hook_to_module(module, settings.hook("", device))
     return has_state
 

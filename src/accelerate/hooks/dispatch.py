@@ -36,8 +36,9 @@ def first_accelerator(device_map: Mapping[str, Place]) -> Place:
 
 def _offloaded_places(main: Place) -> set[str]:
     """Return the places whose weights visit the main device: not the CPU, if that device computes in its memory."""
-    backend = registry.get(as_device(main))
-    in_host_memory = backend.type == HOST or (backend.type != META.type and backend.device(0).index is None)
+    kind = as_device(main).type
+    backend = next((known for known in registry.all_backends() if known.type == kind), None)
+    in_host_memory = backend is not None and backend.device(0).index is None  # so are the CPU and single GPUs in it
     return {DISK} if in_host_memory else {DISK, HOST}
 
 

@@ -79,14 +79,18 @@ def _fetched(hook: OffloadingHook, module: nn.Module, device: Place | None) -> I
 
 @contextmanager
 def _moved(module: nn.Module, device: Place) -> Iterator[None]:
-    homes = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+    before = dict(module.named_parameters(recurse=False))
     try:
-        for name in homes:
+        for name in before:
             set_module_tensor_to_device(module, name, device, clear_cache=False)
         yield
     finally:
-        for name, home in homes.items():
-            set_module_tensor_to_device(module, name, home, clear_cache=False)
+        for name, now in dict(module.named_parameters(recurse=False)).items():
+            # What was changed on the device is kept; from the meta device nothing can come back.
+            if now.device.type == "meta":
+                module._parameters[name] = before[name]
+            elif name in before:
+                set_module_tensor_to_device(module, name, before[name].device, clear_cache=False)
 
 
 def get_state_dict_from_offload(

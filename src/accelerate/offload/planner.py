@@ -242,12 +242,12 @@ class Planner:
         device = self.devices[self.current]
         if not self.fallback or self.plan.used[device]:
             return False
-        later = [part for part in reversed(self.queue) if part[0] in self.waiting]
-        chosen, found, rest = fallback_allocate(later, self.sizes, room, self.no_split, self.tied_parameters)
+        parts = [(name, module), *(part for part in reversed(self.queue) if part[0] in self.waiting)]
+        chosen, found, rest = fallback_allocate(parts, self.sizes, room, self.no_split, self.tied_parameters)
         if chosen is None or found is None:
             return False
-        self.queue = list(reversed(rest))
-        self.waiting = {name: module, **dict(rest)}
+        self.queue = list(reversed(rest[1:]))  # without the module itself, which does not fit and comes back
+        self.waiting = dict(rest)
         _, tied, _ = _with_ties(_tied_elsewhere(chosen, self.ties), 0, self.sizes, self.waiting)
         self.waiting[chosen] = found
         for placed in (chosen, *tied):

@@ -21,14 +21,14 @@ _UNITS = {"TIB": 2**40, "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "TB": 10**12, 
 _CUSTOM_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Return a size in bytes: `"5GB"` is decimal, `"5GiB"` binary, a small final `b` means bits.
 
     Raises:
         ConfigurationError: If the text is not a number with one of these units.
     """
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return int(size)  # a share of the memory, such as 0.9 of it, is a float
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", size, flags=re.IGNORECASE)
     if match is None or float(match[1]) < 0:
         raise ConfigurationError(

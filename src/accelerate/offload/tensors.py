@@ -191,11 +191,11 @@ def _as_parameter(old: torch.Tensor | None, new: torch.Tensor | None, target: to
 def _same_class(old: torch.Tensor, new: torch.Tensor, target: torch.device) -> torch.Tensor:
     requires_grad = old.requires_grad and (new.is_floating_point() or new.is_complex())
     kind = type(old)
-    if kind is nn.Parameter or isinstance(new, kind) or getattr(new, "__torch_dispatch__", None) is not None:
-        made: torch.Tensor = nn.Parameter(new.detach(), requires_grad=requires_grad)
-    else:
-        made = torch.Tensor._make_subclass(kind, new.detach(), requires_grad)
-    vars(made).update(vars(old))
+    if issubclass(kind, nn.Parameter) and kind is not nn.Parameter:
+        made = torch.Tensor._make_subclass(kind, new.detach().as_subclass(torch.Tensor), requires_grad)
+    else:  # also for sharded and quantised tensors, whose own class `nn.Parameter` keeps
+        made = nn.Parameter(new.detach(), requires_grad=requires_grad)
+    vars(made).update({key: item for key, item in vars(old).items() if key not in vars(made)})
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
@@ -36,6 +36,11 @@ def has_repeated_blocks(module: torch.nn.Module) -> bool:
     return any(is_repeated_blocks(child) for child in module.modules())
 
 
+def compile_module(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile a model as a whole."""
+    return cast(torch.nn.Module, torch.compile(module, **compile_kwargs))
+
+
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
     """Compile the repeated blocks of a model one by one, and what is around them as it is.
 
@@ -44,7 +49,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     repeated blocks is compiled as a whole.
     """
     if not has_repeated_blocks(module):
-        return torch.compile(module, **compile_kwargs)  # type: ignore[no-any-return]
+        return compile_module(module, **compile_kwargs)
     return _with_compiled_blocks(module, compile_kwargs)
 
 
@@ -67,7 +72,7 @@ def _compiled_child(child: torch.nn.Module, compile_kwargs: dict[str, Any]) -> t
     if is_repeated_blocks(child):
         twin = copy.copy(child)
         twin.__dict__["_modules"] = {
-            name: torch.compile(block, **compile_kwargs) for name, block in child.named_children()
+            name: compile_module(block, **compile_kwargs) for name, block in child.named_children()
         }
         return twin
     if has_repeated_blocks(child):
@@ -86,11 +91,17 @@ def _rebind(value: Any, old: object, new: object) -> Any:
     return value
 
 
-def compile_regions_in_place(module: torch.nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the repeated blocks of a model one by one without making a new model."""
+def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the repeated blocks of a model one by one in place, for engines that hold on to the model itself."""
     for blocks in list(_repeated(module)):
         for block in blocks.children():
             block.compile(**compile_kwargs)
+
+
+def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
+    """Compile the repeated blocks of a model one by one in place, before they are sharded; returns the model."""
+    compile_regions_deepspeed(module, **compile_kwargs)
+    return module
 
 
 def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

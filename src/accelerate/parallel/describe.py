@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from accelerate._base.imports import is_peft_available
+from accelerate._base.imports import is_peft_available, require
 from accelerate.parallel.unwrap import extract_model_from_parallel
 
 Named = tuple[str, torch.nn.Module]
@@ -17,9 +17,8 @@ def is_peft_model(model: torch.nn.Module) -> bool:
     """Say whether a model, below what wraps it, has adapters of peft."""
     if not is_peft_available():
         return False
-    from peft import PeftModel
-
-    return isinstance(extract_model_from_parallel(model), PeftModel)
+    peft = require("peft", why="Recognising a model with adapters")
+    return isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:

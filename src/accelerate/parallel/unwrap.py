@@ -34,13 +34,13 @@ def extract_model_from_parallel(
     """
     shell: torch.nn.Module | None = None
     if is_compiled_module(model):
-        shell, model = model, model._orig_mod
+        shell, model = model, _inner(model)
     regions = has_compiled_regions(model)
     if regions and not keep_torch_compile and "_orig_mod" in model.__dict__:
         model = model.__dict__["_orig_mod"]
     wrappers = _wrapper_types()
     while isinstance(model, wrappers) or _is_engine(model):
-        model = model.module
+        model = model.get_submodule("module")
         if not keep_torch_compile and "_orig_mod" in model.__dict__:
             model = model.__dict__["_orig_mod"]
     if recursive:
@@ -53,7 +53,12 @@ def extract_model_from_parallel(
     if shell is None or not keep_torch_compile:
         return model
     # A new shell around the inner model: the one that is being trained keeps its wrappers.
-    return shell if shell._orig_mod is model else type(shell)(model, shell.dynamo_ctx)
+    return shell if _inner(shell) is model else type(shell)(model, shell.dynamo_ctx)
+
+
+def _inner(shell: torch.nn.Module) -> torch.nn.Module:
+    inner: torch.nn.Module = shell.get_submodule("_orig_mod")
+    return inner
 
 
 def _is_engine(model: Any) -> bool:

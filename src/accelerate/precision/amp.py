@@ -87,8 +87,10 @@ class MixedPrecision(Precision):
         """Run every forward pass of `model` in autocast; a model that already does is left alone."""
         if isinstance(model.__dict__.get("forward"), AutocastForward):
             return model
-        model._original_forward = model.forward
-        model.forward = AutocastForward(model.forward, self.device_type, self.dtype, self._options(None))
+        original = model.forward
+        # In the instance's own dictionary: a module refuses nothing there, and the class keeps its forward.
+        model.__dict__["_original_forward"] = original
+        model.__dict__["forward"] = AutocastForward(original, self.device_type, self.dtype, self._options(None))
         return model
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -60,6 +60,7 @@ def forget(key: str) -> None:
 
 def next_number(name: str) -> int:
     """Return 1, 2, ... at each call for this name, the same on all ranks that call it equally often."""
+    runtime()  # a number in an empty dictionary would look like a started process
     numbers = PARTIAL.setdefault(_NUMBERS, {})
     numbers[name] = numbers.get(name, 0) + 1
     number: int = numbers[name]

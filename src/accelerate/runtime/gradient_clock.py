@@ -152,6 +152,14 @@ class GradientState:
     def _reset_state() -> None:
         current.GRADIENT.clear()
 
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__annotations__:
+            raise AttributeError(
+                f"GradientState has no {name!r} any more because the state was reset after this object was made. "
+                "Make a new Accelerator()."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __repr__(self) -> str:
         return (
             f"GradientState(sync_gradients={self.sync_gradients}, num_steps={self.num_steps}, "

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Accept anything and return None: stands in for a function that this process shall not run."""
-    return None
+    return
 
 
 def barrier() -> None:
@@ -70,21 +70,26 @@ def split_between(inputs: Any, rank: int, world_size: int, *, apply_padding: boo
         return inputs
     if isinstance(inputs, Mapping):
         return _split_mapping(inputs, rank, world_size, apply_padding)
-    if not hasattr(inputs, "__len__") or not hasattr(inputs, "__getitem__"):
-        return inputs
-    if isinstance(inputs, torch.Tensor) and inputs.dim() == 0:
+    if not _can_be_cut(inputs):
         return inputs
     length = len(inputs)
     begin, end = share_bounds(length, rank, world_size)
     missing = -(-length // world_size) - (end - begin) if apply_padding and length else 0
     if hasattr(inputs, "select") and hasattr(inputs, "features"):
-        return inputs.select([*range(begin, end), *[length - 1] * missing])
+        rows = range(begin, end)  # a range stays a slice of the table; a list would be a table of indices
+        return inputs.select([*rows, *[length - 1] * missing] if missing else rows)
     share = inputs[begin:end]
     return _repeat_last(share, inputs, missing) if missing else share
 
 
+def _can_be_cut(inputs: Any) -> bool:
+    if isinstance(inputs, torch.Tensor):
+        return inputs.dim() > 0
+    return hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")
+
+
 def _split_mapping(inputs: Mapping[Any, Any], rank: int, world_size: int, apply_padding: bool) -> dict[Any, Any]:
-    lengths = {key: len(value) for key, value in inputs.items()}
+    lengths = {key: len(value) for key, value in inputs.items() if _can_be_cut(value)}
     if len(set(lengths.values())) > 1:
         raise ConfigurationError(
             f"The values of the mapping have lengths {lengths!r}: they are cut together, so they must be equal. "
@@ -97,6 +102,8 @@ def _repeat_last(share: Any, inputs: Any, missing: int) -> Any:
     last = inputs[-1:]
     if isinstance(inputs, torch.Tensor):
         return torch.cat([share, *[last.to(share.device)] * missing])
+    if isinstance(inputs, range):
+        return [*share, *list(last) * missing]
     if isinstance(inputs, Sequence):
         return share + last * missing
     import numpy

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..config import env
 from . import current
@@ -38,7 +39,7 @@ def can_remake() -> bool:
     return bool(current.PARTIAL.get(_SOCKETS))
 
 
-def store() -> dist.Store:
+def store() -> Store:
     """Return the key-value store through which the processes met; it works while collectives are blocked."""
     return default_store()
 
@@ -54,7 +55,7 @@ def hang_up() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def remake(meeting: dist.Store) -> None:
+def remake(meeting: Store) -> None:
     """Replace the default group by a new one of the same processes; every process must call it."""
     rank, world_size = current.runtime().rank, current.runtime().world_size
     generation = current.PARTIAL.get(_GENERATION, 0) + 1
@@ -62,7 +63,7 @@ def remake(meeting: dist.Store) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     before = _open_sockets()
-    prefixed = dist.PrefixStore(f"accelerate/group/{generation}", meeting)
+    prefixed = PrefixStore(f"accelerate/group/{generation}", meeting)
     dist.init_process_group(**options, store=prefixed, rank=rank, world_size=world_size)
     current.PARTIAL.update({_SOCKETS: _open_sockets() - before, _GENERATION: generation})
     current.forget_all()
@@ -73,10 +74,10 @@ def _open_sockets() -> frozenset[int]:
     if not _DESCRIPTORS.is_dir():
         return frozenset()
     found = set()
-    for entry in os.listdir(_DESCRIPTORS):
+    for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                found.add(int(entry))
+            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
+                found.add(int(entry.name))
     return frozenset(found)
 
 

@@ -51,11 +51,16 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def first_slurm_host(nodes: str) -> str:
     """Return the first host of a Slurm node list such as `gpu[003-005,9],login`."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if match is None:
         raise ConfigurationError(f"The Slurm node list {nodes!r} names no host. Set MASTER_ADDR to the first host.")
-    prefix, first, suffix = match.groups()
-    return f"{prefix}{first or ''}{suffix if first else ''}"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group())
+
+
+def _tasks_on_node(counts: str, node: int) -> int | None:
+    """Return how many tasks a node has by a list such as `4(x2),3`, None where it does not say."""
+    tasks = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    return tasks[node] if node < len(tasks) else None
 
 
 def _slurm(environ: Mapping[str, str]) -> Topology | None:
@@ -64,12 +69,12 @@ def _slurm(environ: Mapping[str, str]) -> Topology | None:
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
-    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), _integer(environ, "SLURM_NODEID", 0))
     return Topology(
         _integer(environ, "SLURM_PROCID", 0),
         world_size,
         _integer(environ, "SLURM_LOCALID", 0),
-        int(tasks.group()) if tasks else world_size,
+        world_size if tasks is None else tasks,
         "Slurm",
     )
 

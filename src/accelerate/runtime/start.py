@@ -35,7 +35,8 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) 
     choice = _choose_backend(cpu)
     backend = choice.value
     device = _choose_device(backend, topology)
-    backend.prepare_process()
+    for name, value in backend.process_variables:
+        env.put(name, value)
     group = _join(topology, backend, device, options) if topology.world_size > 1 else {"backend": None}
     group_backend = group["backend"]
     backend.set_device(device)

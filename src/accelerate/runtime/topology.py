@@ -24,7 +24,7 @@ class Topology:
     init_method: str | None = None
 
     def __post_init__(self) -> None:
-        if not (0 <= self.rank < self.world_size and 0 <= self.local_rank):
+        if not (0 <= self.rank < self.world_size and self.local_rank >= 0):
             raise ConfigurationError(
                 f"{self.source} gave rank {self.rank!r}, world size {self.world_size!r} and local rank "
                 f"{self.local_rank!r}: a rank must lie between 0 and the world size. "

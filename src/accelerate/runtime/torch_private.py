@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Return the key-value store of the default process group.
 
     torch 2.9 to 2.13 give no public way to the store that `init_process_group` made from the environment.
     """
-    return distributed_c10d._get_default_store()  # type: ignore[no-untyped-call,no-any-return]
+    return distributed_c10d._get_default_store()
 
 
 def rearm_reducer(model: DistributedDataParallel) -> None:

@@ -13,7 +13,7 @@ from .._base.choice import Choice
 from .._base.enums import DistributedType, DynamoBackend
 from ..config.sections.dynamo import TorchDynamoPlugin
 from ..config.sections.handlers import DistributedDataParallelKwargs
-from ..parallel.compile import compile_regions, has_compiled_regions, is_compiled_module
+from ..parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
 from ..parallel.unwrap import extract_model_from_parallel
 from ..precision.base import Precision
 from ..runtime.runtime import Runtime
@@ -120,7 +120,7 @@ class Strategy:
         dynamo = self.context.dynamo
         if not _compiles(dynamo) or dynamo.use_regional_compilation or is_compiled_module(model):
             return model
-        return torch.compile(model, **dynamo.to_kwargs())  # type: ignore[no-any-return]
+        return compile_module(model, **dynamo.to_kwargs())
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not exchange gradients."""
@@ -136,9 +136,7 @@ class Strategy:
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def clip_grad_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale gradients down so that their total norm is at most `max_norm`, and return the norm they had."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .._base.errors import AccelerateError
 from ..runtime import current
 
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
@@ -20,16 +18,19 @@ class IncompleteTrackerError(AccelerateError, NotImplementedError):
     """Report a tracker class that lacks an attribute every tracker has."""
 
 
-def on_main_process(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R | None]:
-    """Make a tracker's method act on the main process alone, unless its `main_process_only` is false."""
+def on_main_process(function: F) -> F:
+    """Make a tracker's method act on the main process alone, unless its `main_process_only` is false.
+
+    On the other processes the method returns None.
+    """
 
     @wraps(function)
-    def on_this_process(self: S, *args: P.args, **kwargs: P.kwargs) -> R | None:
+    def on_this_process(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "main_process_only", False) and current.runtime().rank != 0:
             return None
         return function(self, *args, **kwargs)
 
-    return on_this_process
+    return cast("F", on_this_process)
 
 
 class GeneralTracker:

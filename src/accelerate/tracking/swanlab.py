@@ -7,6 +7,7 @@ from typing import Any
 
 from .._base.imports import require
 from .base import GeneralTracker, on_main_process
+from .values import plain
 
 
 def _package() -> ModuleType:
@@ -50,7 +51,7 @@ class SwanLabTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record anything that `Run.log` takes."""
-        self.run.log(values, step=step, **kwargs)
+        self.run.log(plain(values), step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

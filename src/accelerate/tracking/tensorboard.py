@@ -54,7 +54,8 @@ class TensorBoardTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the settings as hyper-parameters, and in `hparams.yml` in a folder named after the time."""
         settings = {key: _setting(value) for key, value in plain(values).items()}
-        self.writer.add_hparams({key: _cell(value) for key, value in settings.items()}, metric_dict={})
+        # The table has no cell for None.
+        self.writer.add_hparams({key: value for key, value in settings.items() if value is not None}, metric_dict={})
         self.writer.flush()
         file = Path(self.logging_dir, str(time.time()), "hparams.yml")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +90,3 @@ class TensorBoardTracker(GeneralTracker):
 def _setting(value: Any) -> Any:
     """Return a setting as TensorBoard's table and YAML can both hold it."""
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _cell(value: Any) -> Any:
-    # tensorboardX has no cell for None; torch's writer shows an empty one for it.
-    return "None" if value is None else value

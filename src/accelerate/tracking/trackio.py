@@ -6,6 +6,7 @@ from typing import Any
 
 from .._base.imports import require
 from .base import GeneralTracker, on_main_process
+from .values import plain
 
 
 class TrackioTracker(GeneralTracker):
@@ -45,7 +46,7 @@ class TrackioTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record anything that `Run.log` takes."""
-        self.run.log(values, step=step, **kwargs)
+        self.run.log(plain(values), step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

@@ -62,7 +62,10 @@ else:
                     "override_numa_affinity parse_choice_from_env parse_flag_from_env patch_environment "
                     "purge_accelerate_environment set_numa_affinity str_to_bool"
                 ),
-                "accelerate.utils.fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
+                "accelerate.utils.fsdp_utils": (
+                    "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading load_fsdp_model "
+                    "load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+                ),
                 "accelerate.utils.imports": (
                     "USE_TORCH_XLA is_4bit_bnb_available is_8bit_bnb_available is_aim_available "
                     "is_amdsmi_available is_bf16_available is_bitsandbytes_multi_backend_available "
@@ -87,11 +90,12 @@ else:
                     "align_module_device calculate_maximum_sizes check_device_map check_device_same "
                     "check_tied_parameters_in_config check_tied_parameters_on_same_device clean_device_map "
                     "compute_module_sizes compute_module_total_buffer_size convert_file_size_to_int "
-                    "dtype_byte_size fallback_allocate find_tied_parameters get_balanced_memory get_max_layer_size "
-                    "get_max_memory get_module_leaves get_module_size_with_ties get_non_persistent_buffers "
-                    "get_state_dict_from_offload get_state_dict_offloaded_model has_offloaded_params "
-                    "id_tensor_storage infer_auto_device_map load_checkpoint_in_model load_offloaded_weights "
-                    "load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device"
+                    "dtype_byte_size fallback_allocate find_tied_parameters get_balanced_memory get_grad_scaler "
+                    "get_max_layer_size get_max_memory get_mixed_precision_context_manager get_module_leaves "
+                    "get_module_size_with_ties get_non_persistent_buffers get_state_dict_from_offload "
+                    "get_state_dict_offloaded_model has_offloaded_params id_tensor_storage infer_auto_device_map "
+                    "is_peft_model load_checkpoint_in_model load_offloaded_weights load_state_dict "
+                    "named_module_tensors retie_parameters set_module_tensor_to_device"
                 ),
                 "accelerate.utils.offload": (
                     "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight "
@@ -108,10 +112,10 @@ else:
                 ),
                 "accelerate.utils.other": (
                     "TORCH_SAFE_GLOBALS check_os_kernel clean_state_dict_for_safetensors compile_regions "
-                    "convert_bytes extract_model_from_parallel get_free_port get_model_tp_size "
-                    "get_module_children_bottom_up get_pretty_name has_compiled_regions has_repeated_blocks "
-                    "is_compiled_module is_port_in_use is_repeated_blocks load merge_dicts model_has_dtensor "
-                    "recursive_getattr save wait_for_everyone"
+                    "compile_regions_deepspeed compile_regions_fsdp2 convert_bytes extract_model_from_parallel "
+                    "get_free_port get_model_tp_size get_module_children_bottom_up get_pretty_name "
+                    "has_compiled_regions has_repeated_blocks is_compiled_module is_port_in_use is_repeated_blocks "
+                    "load merge_dicts model_has_dtensor recursive_getattr save wait_for_everyone"
                 ),
                 "accelerate.utils.random": "set_seed synchronize_rng_state synchronize_rng_states",
                 "accelerate.utils.versions": "compare_versions is_torch_version torch_version",

@@ -1,4 +1,4 @@
-"""Switches of memory-saving loading under FSDP, under their public path."""
+"""Saving and loading under FSDP, under its public path."""
 
 from __future__ import annotations
 
@@ -8,3 +8,7 @@ from accelerate.config.ram_efficient_loading import (
 from accelerate.config.ram_efficient_loading import (
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )
+from accelerate.strategies.fsdp.state_files import load_fsdp_model as load_fsdp_model
+from accelerate.strategies.fsdp.state_files import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.strategies.fsdp.state_files import save_fsdp_model as save_fsdp_model
+from accelerate.strategies.fsdp.state_files import save_fsdp_optimizer as save_fsdp_optimizer

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from accelerate.checkpointing.files import load as load
     from accelerate.checkpointing.files import save as save
     from accelerate.parallel.compile import compile_regions as compile_regions
+    from accelerate.parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
+    from accelerate.parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
     from accelerate.parallel.compile import has_compiled_regions as has_compiled_regions
     from accelerate.parallel.compile import has_repeated_blocks as has_repeated_blocks
     from accelerate.parallel.compile import is_compiled_module as is_compiled_module
@@ -40,7 +42,8 @@ else:
                     "accelerate._base.text": "check_os_kernel convert_bytes get_pretty_name merge_dicts recursive_getattr",
                     "accelerate.checkpointing.files": "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save",
                     "accelerate.parallel.compile": (
-                        "compile_regions has_compiled_regions has_repeated_blocks is_compiled_module is_repeated_blocks"
+                        "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions "
+                        "has_repeated_blocks is_compiled_module is_repeated_blocks"
                     ),
                     "accelerate.parallel.describe": "get_model_tp_size get_module_children_bottom_up model_has_dtensor",
                     "accelerate.parallel.unwrap": "extract_model_from_parallel",

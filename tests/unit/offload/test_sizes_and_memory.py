@@ -37,7 +37,16 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [(7, 7), ("5GB", 5 * 10**9), ("5GiB", 5 * 2**30), ("1.5MB", 1_500_000), ("3kb", 375), ("8Mb", 10**6), ("2KiB", 2048)],
+    [
+        (7, 7),
+        (7.9, 7),
+        ("5GB", 5 * 10**9),
+        ("5GiB", 5 * 2**30),
+        ("1.5MB", 1_500_000),
+        ("3kb", 375),
+        ("8Mb", 10**6),
+        ("2KiB", 2048),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: int | str, size: int) -> None:
     assert convert_file_size_to_int(text) == size

@@ -39,8 +39,10 @@ def test_a_tensor_goes_to_meta_and_comes_back_with_a_value() -> None:
     assert layer.weight.device == META
     value = torch.ones(3, 2, dtype=torch.float64)
     set_module_tensor_to_device(layer, "weight", "cpu", value=value)
-    assert isinstance(layer.weight, nn.Parameter) and not layer.weight.requires_grad
-    assert layer.weight.dtype == torch.float32 and torch.equal(layer.weight, torch.ones(3, 2))
+    assert isinstance(layer.weight, nn.Parameter)
+    assert not layer.weight.requires_grad
+    assert layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight, torch.ones(3, 2))
     assert layer.weight.tag == "kept"  # type: ignore[attr-defined]
 
 
@@ -65,7 +67,8 @@ def test_dtypes_of_new_values() -> None:
     assert layer.bias.dtype == torch.bfloat16
     quantised = torch.ones(2, 2, dtype=torch.int8)
     set_module_tensor_to_device(layer, "weight", "cpu", value=quantised, dtype=torch.float16)
-    assert layer.weight.dtype == torch.int8 and not layer.weight.requires_grad
+    assert layer.weight.dtype == torch.int8
+    assert not layer.weight.requires_grad
 
 
 def test_nothing_changes_for_a_tensor_that_is_there() -> None:
@@ -110,7 +113,7 @@ def test_names_of_tensors() -> None:
     assert get_non_persistent_buffers(model, recurse=True) == {"scratch"}
     assert get_non_persistent_buffers(model, recurse=True, fqns=True) == {"0.scratch"}
     names = [name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)]
-    assert names == list(dict(model.named_parameters())) + ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert names == [*list(dict(model.named_parameters())), "1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert [name for name, _ in named_module_tensors(model[0])] == ["weight", "bias", "scratch"]
     assert [name for name, _ in named_module_tensors(model[0], include_buffers=False)] == ["weight", "bias"]
 
@@ -132,13 +135,15 @@ def test_ties_are_found_and_made_again() -> None:
     assert find_tied_parameters(model) == [["a.weight", "c.weight"], ["b.bias", "c.bias"]]
     model["a"].weight = nn.Parameter(torch.ones(2, 2, device="meta"))
     retie_parameters(model, [["a.weight", "c.weight"]])
-    assert model["a"].weight is model["c"].weight and model["c"].weight.device.type == "cpu"
+    assert model["a"].weight is model["c"].weight
+    assert model["c"].weight.device.type == "cpu"
 
 
 def test_a_state_dict_on_the_host_keeps_its_ties() -> None:
     weight = torch.ones(3)
     copied = on_host({"a": weight, "b": weight, "c": torch.ones(3)})
-    assert copied["a"] is copied["b"] and copied["c"] is not copied["a"]
+    assert copied["a"] is copied["b"]
+    assert copied["c"] is not copied["a"]
 
 
 def offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -150,7 +155,8 @@ def offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def test_offloaded_weights_are_brought_back_for_a_while() -> None:
     model, weights = offloaded()
-    assert has_offloaded_params(model[0]) and not has_offloaded_params(nn.Linear(1, 1))
+    assert has_offloaded_params(model[0])
+    assert not has_offloaded_params(nn.Linear(1, 1))
     assert model[0].weight.device == META
     with align_module_device(model[0]):
         assert torch.equal(model[0].weight, weights["0.weight"])
@@ -173,7 +179,8 @@ def test_the_whole_state_dict_of_an_offloaded_model() -> None:
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     assert model[0].weight.device == META
     entries = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": "?", "1.weight": "?"})
-    assert torch.equal(entries["0.weight"], weights["0.weight"]) and entries["1.weight"] == "?"
+    assert torch.equal(entries["0.weight"], weights["0.weight"])
+    assert entries["1.weight"] == "?"
 
 
 def test_weights_that_are_nowhere_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

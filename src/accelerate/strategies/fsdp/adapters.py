@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._base.imports import is_peft_available
+from ..._base.imports import is_peft_available, require
 from ...parallel.unwrap import extract_model_from_parallel
 
 
@@ -14,17 +14,15 @@ def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model, without its wrappers, is a `PeftModel`."""
     if not is_peft_available():
         return False
-    from peft import PeftModel
-
-    return isinstance(extract_model_from_parallel(model), PeftModel)
+    peft = require("peft", why="to recognise adapters")
+    return isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def adapter_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the adapter's part of a state dict, under the names that PEFT gives it in a file."""
-    from peft import get_peft_model_state_dict
-
+    peft = require("peft", why="to save adapters under the names that it reads")
     peft_model: Any = extract_model_from_parallel(model)
-    found: dict[str, Any] = get_peft_model_state_dict(
+    found: dict[str, Any] = peft.get_peft_model_state_dict(
         peft_model, state_dict=state_dict, adapter_name=peft_model.active_adapter
     )
     return found

@@ -1,0 +1,253 @@
+"""Position, seek and share: resuming on any number of processes sees each sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+
+from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
+
+
+class Untouchable(Dataset):
+    """Numbers that note which of them were read."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset):
+    """Numbers that workers divide among themselves."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(start, self.length, step))
+
+
+def group(dataset: Any, count: int, **options: Any) -> list[Any]:
+    loader_options = {key: options.pop(key) for key in ("batch_size", "shuffle", "num_workers") if key in options}
+    return [
+        prepare_data_loader(
+            DataLoader(dataset, **loader_options), num_processes=count, process_index=rank, **options
+        )
+        for rank in range(count)
+    ]
+
+
+def real_samples(loaders: list[Any], steps: int | None = None) -> list[int]:
+    """Read some steps on every rank and return what is real of them."""
+    seen: list[int] = []
+    for loader in loaders:
+        for number, batch in enumerate(loader, start=1):
+            seen += batch.tolist()[: loader.share.real]
+            if number == steps:
+                break
+    return seen
+
+
+@given(
+    samples=st.integers(1, 40),
+    batch_size=st.integers(1, 4),
+    counts=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    steps=st.integers(1, 4),
+    even=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_each_sample_once_on_changing_numbers_of_processes(
+    samples: int, batch_size: int, counts: list[int], steps: int, even: bool
+) -> None:
+    options = {"batch_size": batch_size, "shuffle": True, "data_seed": 1, "even_batches": even}
+    seen: list[int] = []
+    position = Position()
+    for index, count in enumerate(counts):
+        if position.epoch:
+            break
+        loaders = group(range(samples), count, **options)
+        for loader in loaders:
+            loader.seek(position)
+        seen += real_samples(loaders, None if index == len(counts) - 1 else steps)
+        position = loaders[0].position
+    assert sorted(seen) == list(range(samples))
+    assert position == Position(1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_resumes_on_another_number(workers: int) -> None:
+    before = group(Stream(29), 2, batch_size=2, num_workers=workers)
+    seen = real_samples(before, 3)
+    assert before[0].position == Position(0, 12)
+    after = group(Stream(29), 3, batch_size=2, num_workers=workers)
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    seen += real_samples(after)
+    assert sorted(seen) == list(range(29))
+
+
+def test_several_workers_resume_in_the_same_order() -> None:
+    def make() -> Any:
+        return group(Stream(40), 2, batch_size=2, num_workers=2)[1]
+
+    whole = [batch.tolist() for batch in make()]
+    stopped = make()
+    for number, _ in enumerate(stopped, start=1):
+        if number == 3:
+            break
+    resumed = make()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [batch.tolist() for batch in resumed] == whole[3:]
+
+
+def test_several_workers_resume_on_another_number() -> None:
+    before = group(Stream(40), 2, batch_size=2, num_workers=2)
+    seen = real_samples(before, 3)
+    after = group(Stream(40), 3, batch_size=2, num_workers=2)
+    for loader in after:
+        loader.load_state_dict(before[0].state_dict())
+    assert sorted(seen + real_samples(after)) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_process_seeks_in_an_iterable(workers: int) -> None:
+    def make() -> Any:
+        return prepare_data_loader(DataLoader(Stream(17), batch_size=2, num_workers=workers))
+
+    whole = [batch.tolist() for batch in make()]
+    loader = make()
+    loader.seek(Position(3, 8))
+    assert [batch.tolist() for batch in loader] == whole[4:]
+    assert loader.iteration == 4
+    assert [batch.tolist() for batch in loader] == whole
+
+
+def test_seek_reads_no_sample() -> None:
+    data = Untouchable(100)
+    loader = prepare_data_loader(DataLoader(data, batch_size=4, shuffle=True), num_processes=2, process_index=1)
+    loader.seek(Position(2, 88))
+    assert len(list(loader)) == 2
+    assert len(data.read) == 8
+
+
+def test_position_counts_what_was_handed_out() -> None:
+    loader = prepare_data_loader(DataLoader(range(7), batch_size=2), num_processes=2, process_index=0)
+    assert loader.position == Position(0, 0)
+    seen = [loader.position for _ in loader]
+    assert seen == [Position(0, 4), Position(1, 0)]
+    assert loader.position == Position(1, 0)
+
+
+def test_position_survives_a_break_and_the_same_epoch_number_keeps_a_restored_one() -> None:
+    loader = prepare_data_loader(DataLoader(range(10), batch_size=2))
+    for _ in loader:
+        break
+    assert loader.position == Position(0, 2)
+    loader.seek(Position(3, 4))
+    loader.set_epoch(3)
+    assert loader.position == Position(3, 4)
+    loader.set_epoch(5)
+    assert loader.position == Position(5, 0)
+
+
+class Uneven(BatchSampler):
+    """Batches of growing size."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+BATCHES = [[0], [1, 2], [3, 4, 5], [6, 7], [8, 9, 10]]
+
+
+def uneven(count: int) -> list[Any]:
+    return [
+        prepare_data_loader(
+            DataLoader(range(11), batch_sampler=Uneven(BATCHES)), num_processes=count, process_index=rank
+        )
+        for rank in range(count)
+    ]
+
+
+def test_batches_of_varying_size_are_summed() -> None:
+    first, second = uneven(2)
+    assert [(loader.share, loader.position.samples) for loader in [first] for _ in loader] == [
+        ((1, 1), 3),
+        ((3, 3), 8),
+        ((3, 3), 0),
+    ]
+    assert [loader.share for loader in [second] for _ in loader] == [(2, 2), (2, 2), (1, 0)]
+    assert second.remainder == 3
+    for count in (1, 2, 3):
+        loaders = uneven(count)
+        for loader in loaders:
+            loader.seek(Position(0, 3))
+        assert sorted(real_samples(loaders)) == list(range(3, 11))
+
+
+def test_padding_of_an_iterable_is_known() -> None:
+    for workers in (0, 2):
+        loaders = group(Stream(13), 2, batch_size=2, num_workers=workers)
+        assert sorted(real_samples(loaders)) == list(range(13))
+    loaders = group(Stream(7), 2, batch_size=2)
+    assert [[loader.remainder for _ in loader] for loader in loaders] == [[-1, 3], [-1, 3]]
+
+
+class Ready(IterableDataset):
+    """Batches that are already collated."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(10).split(2))
+
+
+def test_ready_batches_go_round() -> None:
+    loaders = group(Ready(), 2, batch_size=None)
+    parts = [[(batch.tolist(), loader.share.real) for batch in loader] for loader in loaders]
+    assert parts[0] == [([0, 1], None), ([4, 5], None), ([8, 9], None)]
+    assert parts[1] == [([2, 3], None), ([6, 7], None), ([0, 1], 0)]
+
+
+def test_indexed_ready_batches_go_round() -> None:
+    data = torch.arange(10).split(2)
+    loaders = group(data, 2, batch_size=None)
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [0, 1]],
+    ]
+    loaders[1].seek(Position(0, 2))
+    assert [(batch.tolist(), loaders[1].share.real) for batch in loaders[1]] == [([6, 7], 1), ([0, 1], 0)]
+
+
+def test_skipping_after_a_restored_position_starts_at_that_batch() -> None:
+    loader = prepare_data_loader(DataLoader(range(20), batch_size=2, shuffle=True), data_seed=3)
+    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    restored = prepare_data_loader(DataLoader(range(20), batch_size=2, shuffle=True), data_seed=3)
+    restored.seek(Position(1, 8))
+    skipping = skip_first_batches(restored, 4)
+    assert [batch.tolist() for batch in skipping] == epochs[1][4:]
+    assert [batch.tolist() for batch in restored] == epochs[2]
+
+
+def test_negative_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be negative"):
+        prepare_data_loader(DataLoader(range(4))).seek(Position(0, -1))

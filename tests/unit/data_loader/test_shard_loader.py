@@ -1,0 +1,243 @@
+"""The prepared loader: flags, lookahead, placement, clock, pickling, state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipBatchSampler,
+    SkipDataLoader,
+    get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accelerate.runtime.gradient_clock import GradientState
+
+
+class Stream(IterableDataset):
+    """The numbers below 7."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+def test_flags_during_and_after_the_loop() -> None:
+    loader = prepare_data_loader(DataLoader(range(7), batch_size=2))
+    clock = GradientState()
+    during = [(loader.end_of_dataloader, clock.end_of_dataloader, clock.remainder, clock.in_dataloader) for _ in loader]
+    assert during == [(False, False, 1, True)] * 3 + [(True, True, 1, True)]
+    assert not clock.in_dataloader
+    assert (loader.end_of_dataloader, loader.remainder, loader.iteration) == (True, 1, 1)
+
+
+def test_leaving_the_loop_leaves_no_loader_active() -> None:
+    clock = GradientState()
+    for kind in (DataLoader(range(7)), DataLoader(Stream())):
+        for options in ({}, {"put_on_device": True, "dispatch_batches": True}):
+            loader = prepare_data_loader(kind, **options)
+            for _ in loader:
+                assert clock.active_dataloader is loader
+                break
+            assert not clock.in_dataloader
+            with pytest.raises(KeyError, match="inside"):
+                for _ in loader:
+                    raise KeyError("inside")
+            assert not clock.in_dataloader
+
+
+def test_nested_loops() -> None:
+    outer, inner = (prepare_data_loader(DataLoader(range(3))) for _ in range(2))
+    clock = GradientState()
+    for _ in outer:
+        assert clock.active_dataloader is outer
+        for _ in inner:
+            assert clock.active_dataloader is inner
+    assert not clock.in_dataloader
+
+
+def test_an_empty_loader_ends_at_once() -> None:
+    loader = prepare_data_loader(DataLoader([]))
+    assert list(loader) == []
+    assert loader.iteration == 0
+
+
+def test_it_is_both_its_own_class_and_the_inner_loaders() -> None:
+    class Own(DataLoader):
+        extra = "kept"
+
+        def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+            return (batch * 10 for batch in super().__iter__())
+
+    loader = prepare_data_loader(Own(range(4), batch_size=2), num_processes=2, process_index=1)
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, Own)
+    assert isinstance(loader, DataLoaderShard)
+    assert loader.extra == "kept"
+    assert [batch.tolist() for batch in loader] == [[20, 30]]
+    with pytest.raises(AttributeError):
+        _ = loader.no_such_attribute
+
+
+def test_options_are_kept() -> None:
+    def collate(samples: list[int]) -> str:
+        return "-".join(map(str, samples))
+
+    loader = prepare_data_loader(DataLoader(range(8), batch_size=2, collate_fn=collate), num_processes=2, process_index=0)
+    assert list(loader) == ["0-1", "4-5"]
+    assert loader.collate_fn is collate
+    assert (loader.total_batch_size, loader.total_dataset_length, len(loader)) == (4, 8, 2)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_go_on_alike(duplicate: Any) -> None:
+    loader = prepare_data_loader(DataLoader(range(20), batch_size=4, shuffle=True), num_processes=2, process_index=0)
+    list(loader)
+    twin = duplicate(loader)
+    assert type(twin) is DataLoaderShard
+    assert [batch.tolist() for batch in twin] == [batch.tolist() for batch in loader]
+
+
+def test_a_dispatcher_pickles() -> None:
+    loader = prepare_data_loader(DataLoader(range(7), batch_size=2), put_on_device=True, dispatch_batches=True)
+    list(loader)
+    twin = pickle.loads(pickle.dumps(loader))
+    assert type(twin) is DataLoaderDispatcher
+    assert [batch.tolist() for batch in twin] == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_batches_are_placed() -> None:
+    data = TensorDataset(torch.arange(6.0))
+    loader = prepare_data_loader(DataLoader(data, batch_size=2), device=torch.device("meta"), put_on_device=True)
+    assert {batch[0].device.type for batch in loader} == {"meta"}
+    unplaced = prepare_data_loader(DataLoader(data, batch_size=2), device=torch.device("meta"))
+    assert {batch[0].device.type for batch in unplaced} == {"cpu"}
+
+
+def test_public_constructor() -> None:
+    sampler = BatchSamplerShard(BatchSampler(SequentialSampler(range(7)), 2, False), 2, 1)
+    loader = DataLoaderShard(range(7), batch_sampler=sampler, device="cpu")
+    assert [batch.tolist() for batch in loader] == [[2, 3], [6, 0]]
+    assert loader.remainder == 3
+    skipping = DataLoaderShard(range(7), batch_size=2, skip_batches=2)
+    assert [batch.tolist() for batch in skipping] == [[4, 5], [6]]
+
+
+def test_even_batches_is_read_at_each_pass() -> None:
+    loader = prepare_data_loader(DataLoader(range(5), batch_size=2), num_processes=2, process_index=1)
+    assert [batch.tolist() for batch in loader] == [[2, 3], [1, 2]]
+    loader.batch_sampler.even_batches = False
+    assert [batch.tolist() for batch in loader] == [[2, 3]]
+    assert loader.share == (2, 2)
+
+
+def test_a_batch_sampler_given_as_sampler() -> None:
+    data = torch.arange(7)
+    for count, expected in ((1, [[0, 1], [2, 3], [4, 5], [6]]), (2, [[0, 1], [4, 5]])):
+        sampler = BatchSampler(SequentialSampler(range(7)), 2, False)
+        loader = prepare_data_loader(
+            DataLoader(data, sampler=sampler, batch_size=None), num_processes=count, process_index=0
+        )
+        assert [batch.tolist() for batch in loader] == expected
+        assert type(get_sampler(loader)) is SequentialSampler
+        assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == expected[1:]
+
+
+def test_set_epoch_reaches_samplers_and_datasets() -> None:
+    class Told(IterableDataset):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([self.epoch] * 2)
+
+    loader = prepare_data_loader(DataLoader(Told(), batch_size=1), num_processes=2, process_index=0)
+    assert [[int(batch) for batch in loader] for _ in range(3)] == [[0], [1], [2]]
+    loader.set_epoch(9)
+    assert [int(batch) for batch in loader] == [9]
+
+
+def test_skipping_keeps_everything() -> None:
+    loader = prepare_data_loader(
+        DataLoader(range(10), batch_size=2, drop_last=True),
+        device=torch.device("cpu"),
+        put_on_device=True,
+        non_blocking=True,
+        num_processes=2,
+        process_index=0,
+    )
+    loader.set_epoch(4)
+    skipping = skip_first_batches(loader, 1)
+    assert isinstance(skipping, DataLoaderShard)
+    assert isinstance(skipping.batch_sampler, SkipBatchSampler)
+    kept = ("device", "_non_blocking", "_drop_last", "iteration", "rng_types")
+    assert [getattr(skipping, name) for name in kept] == [getattr(loader, name) for name in kept]
+    assert [batch.tolist() for batch in skipping] == [[4, 5]]
+    assert [batch.tolist() for batch in skipping] == [[4, 5]]
+    assert len(skipping) == 1
+    assert [batch.tolist() for batch in skip_first_batches(skipping, 1)] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"put_on_device": True}])
+def test_skipping_in_iterables(options: dict[str, Any]) -> None:
+    loader = prepare_data_loader(DataLoader(Stream(), batch_size=2), **options)
+    skipping = skip_first_batches(loader, 2)
+    assert type(skipping) is type(loader)
+    assert [(batch.tolist(), skipping.position.samples) for batch in skipping] == [([4, 5], 6), ([6], 0)]
+
+
+def test_skipping_in_plain_loaders() -> None:
+    class Own(DataLoader):
+        pass
+
+    mapped = skip_first_batches(Own(range(7), batch_size=2), 2)
+    assert type(mapped) is Own
+    assert [batch.tolist() for batch in mapped] == [[4, 5], [6]]
+    assert len(mapped) == 2
+    streamed = skip_first_batches(DataLoader(Stream(), batch_size=2), 3)
+    assert type(streamed) is SkipDataLoader
+    assert [batch.tolist() for batch in streamed] == [[6]]
+    with pytest.raises(ValueError, match="num_batches=-1"):
+        skip_first_batches(mapped, -1)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_stateful_loader_resumes_after_the_batch_at_hand(workers: int, shuffle: bool) -> None:
+    def make() -> Any:
+        loader = DataLoader(range(12), batch_size=2, shuffle=shuffle, num_workers=workers)
+        return prepare_data_loader(loader, use_stateful_dataloader=True, data_seed=4)
+
+    reference = make()
+    epochs = [[batch.tolist() for batch in reference] for _ in range(2)]
+    stopped = make()
+    for number, _ in enumerate(stopped, start=1):
+        if number == 2:
+            break
+    resumed = make()
+    resumed.load_state_dict(pickle.loads(pickle.dumps(stopped.state_dict())))
+    assert [batch.tolist() for batch in resumed] == epochs[0][2:]
+    assert [batch.tolist() for batch in resumed] == epochs[1]
+    assert resumed.state_dict()["_iterator_finished"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_state_taken_at_the_last_batch_goes_on_with_the_next_epoch() -> None:
+    loader = prepare_data_loader(DataLoader(range(6), batch_size=2), use_stateful_dataloader=True)
+    states = [loader.state_dict() for _ in loader]
+    twin = prepare_data_loader(DataLoader(range(6), batch_size=2), use_stateful_dataloader=True)
+    twin.load_state_dict(states[-1])
+    assert [batch.tolist() for batch in twin] == [[0, 1], [2, 3], [4, 5]]
+    assert twin.iteration == 2
