@@ -17,7 +17,7 @@ export NO_MKDOCS_2_WARNING := 1
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Tests that start groups of processes run alone: on a small machine two groups at a time would slow each other down.
-GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/faults)
+GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/examples tests/faults)
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
@@ -51,10 +51,11 @@ demo: $(VENV)/.demo
 test: check unit-tests group-tests
 
 unit-tests: $(VENV)/.dev
-	$(PYTEST) -n 2 --dist loadfile $(GROUP_TESTS:%=--ignore=%)
+	$(PYTEST) -n 2 --dist loadfile -m "not multiprocess" $(GROUP_TESTS:%=--ignore=%)
 
 group-tests: $(VENV)/.dev unit-tests
-	$(if $(GROUP_TESTS),$(PYTEST) $(GROUP_TESTS))
+	$(PYTEST) $(GROUP_TESTS)
+	$(PYTEST) -m multiprocess $(GROUP_TESTS:%=--ignore=%)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -66,7 +67,7 @@ check: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
-	$(BIN)/python benchmarks/run.py --reference-python $(REFERENCE_VENV)/bin/python
+	$(BIN)/python benchmarks/run.py --reference $(REFERENCE_VENV)/bin/python
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict

@@ -10,10 +10,15 @@ from collections.abc import Callable, Mapping
 Loop = Callable[[], object]
 
 
-def alternate(loops: Mapping[str, Loop], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def alternate(
+    loops: Mapping[str, Loop], rounds: int, warmup: int = 2, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Run each loop once a round, in turning order, and return the seconds of every round.
 
     A busy machine slows whole stretches of time: neighbours in a round are slowed alike, medians drop the rest.
+
+    Args:
+        clock: `time.process_time` for loops that never wait, so that other programs on the machine do not count.
     """
     names = list(loops)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -23,9 +28,9 @@ def alternate(loops: Mapping[str, Loop], rounds: int, warmup: int = 2) -> dict[s
             # A collection of garbage belongs to no loop in particular, so none may happen inside a measured one.
             gc.collect()
             gc.disable()
-            started = time.perf_counter()
+            started = clock()
             loops[name]()
-            elapsed = time.perf_counter() - started
+            elapsed = clock() - started
             gc.enable()
             if round_index >= 0:
                 seconds[name].append(elapsed)

@@ -83,6 +83,8 @@ class AcceleratedScheduler:
         if not self._derived:
             return
         self._derived = False
+        if current.runtime().rank != 0:
+            return  # once a run, not once a process
         inner = self.scheduler
         horizon = next((int(getattr(inner, name)) for name in _HORIZONS if getattr(inner, name, None)), None)
         if horizon is not None and any(horizon % length == 0 for length in self._epoch_lengths if length):

@@ -77,6 +77,11 @@ def is_initialized() -> bool:
     return current.ACCELERATOR != {}
 
 
+def _is_known(state: object, name: str) -> bool:
+    """Return whether a started state has this attribute; a property comes here when what it reads is gone."""
+    return name in type(state).__annotations__ or name in _PUBLIC_FACTS or hasattr(type(state), name)
+
+
 class ProcessControl:
     """What both state objects and the `Accelerator` offer to steer processes."""
 
@@ -240,7 +245,7 @@ class PartialState(ProcessControl):
         current.PARTIAL.clear()
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).__annotations__ or name in _PUBLIC_FACTS:
+        if not self._shared_state and _is_known(self, name):
             raise AttributeError(
                 f"{type(self).__name__} has no {name!r} any more because the state was reset after this object was "
                 f"made. Make a new {type(self).__name__}() or Accelerator()."
@@ -373,7 +378,7 @@ class AcceleratorState(ProcessControl):
             PartialState._reset_state()
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).__annotations__ or name in _PUBLIC_FACTS:
+        if not self._shared_state and _is_known(self, name):
             raise AttributeError(
                 f"AcceleratorState has no {name!r} any more because the state was reset after this object was made. "
                 "Make a new Accelerator()."

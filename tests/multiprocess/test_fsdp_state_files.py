@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.support.processes import run_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import StateDictType
 
 from accelerate.strategies.fsdp.state_files import (
     load_fsdp_model,
@@ -73,7 +74,10 @@ def save_and_load(folder: str, sharder: str) -> dict[str, Any]:
     accelerator = SimpleNamespace(wait_for_everyone=dist.barrier)
     seen: dict[str, Any] = {}
     for kind, use_dcp in LAYOUTS:
-        plugin, target = SimpleNamespace(state_dict_type=kind), Path(folder, sharder, f"{kind}_{use_dcp}")
+        plugin, target = (
+            SimpleNamespace(state_dict_type=StateDictType[kind]),
+            Path(folder, sharder, f"{kind}_{use_dcp}"),
+        )
         model = SHARDERS[sharder](make_model(seed=1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for number in range(2):
@@ -129,10 +133,9 @@ FILES = {
 
 @pytest.mark.multiprocess
 # torch's own FSDP1 uses what torch has deprecated (2.13).
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup:UserWarning")
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*FSDP.state_dict_type.*are being deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 @pytest.mark.parametrize("sharder", SHARDERS)
 def test_what_is_saved_comes_back_equal_and_trains_on_alike(sharder: str, tmp_path: Path) -> None:
     for seen in run_group(save_and_load, 2, str(tmp_path), sharder):

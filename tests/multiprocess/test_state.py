@@ -185,6 +185,8 @@ def restart() -> list[Any]:
         accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=steps)
         total = int(accelerator.reduce(torch.tensor([accelerator.process_index + 1]), "sum").item())
         found.append((accelerator.mixed_precision, accelerator.gradient_accumulation_steps, total))
+        if accelerator.is_main_process:
+            time.sleep(0.3)  # the other is early: it must not meet at what this one is about to leave
         accelerator.reset()
         assert not dist.is_initialized()
         assert PartialState._shared_state == {}

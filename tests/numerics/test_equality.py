@@ -32,7 +32,7 @@ pytestmark = pytest.mark.multiprocess
 WORLD_SIZES = (1, 2, 3)
 RECIPES = {
     f"{optimizer}-{'clip' if clip else 'free'}-{'shuffled' if shuffle else 'in order'}": Recipe(optimizer, clip, shuffle)
-    for optimizer, clip, shuffle in itertools.product(("sgd", "adamw"), (None, 0.3), (False, True))
+    for optimizer, clip, shuffle in (("sgd", None, False), ("sgd", 0.3, True), ("adamw", None, True), ("adamw", 0.3, False))
 }
 UNEVEN = {name: Recipe(r.optimizer, r.clip, r.shuffle, samples=31) for name, r in RECIPES.items()}
 
@@ -60,7 +60,7 @@ def layouts(world_size: int) -> dict[str, Layout]:
 UNEVEN_LAYOUTS = {
     "one batch a step": Layout(12, global_batch_size=12),
     "batches that do not divide": Layout(5, global_batch_size=12),
-    "single samples": Layout(1, global_batch_size=12),
+    "small batches": Layout(2, global_batch_size=12),
     "with evaluation": Layout(5, global_batch_size=12, evaluates=True),
 }
 STREAMS = {
@@ -170,7 +170,7 @@ def test_several_models_and_optimizers_train_together(world_size: int) -> None:
 
 def test_the_comparison_can_fail() -> None:
     """A different seed, clipping or optimizer gives other weights, so equality above means something."""
-    runs = [plain(RECIPES[name]) for name in ("sgd-free-in order", "sgd-clip-in order", "sgd-free-shuffled")]
+    runs = [plain(recipe) for recipe in (Recipe(), Recipe(clip=0.3), Recipe(shuffle=True), Recipe("adamw"))]
     for left, right in itertools.combinations(runs, 2):
         with pytest.raises(AssertionError):
             assert_same_weights(left.weights, right.weights, 1e-6)

@@ -176,7 +176,6 @@ def train(recipe: Recipe, layout: Layout) -> Outcome:
                 if layout.evaluates:
                     evaluate(accelerator, model, held_out, 7)
     outcome.weights = copy_weights(accelerator.unwrap_model(model))
-    accelerator.free_memory()
     return outcome
 
 

@@ -178,6 +178,19 @@ def test_weights_are_read_in_place_from_safetensors(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
+@pytest.mark.parametrize("head", ["cpu", "disk"])
+def test_a_tied_weight_is_found_under_its_other_name(head: str, tmp_path: Path) -> None:
+    source, plain = made()
+    state = {name: value.clone() for name, value in source.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "w.safetensors")
+    index = {name: {"safetensors_file": str(tmp_path / "w.safetensors"), "dtype": "float32"} for name in state}
+    device_map = {"gain": "cpu", "embed": "disk", "blocks": "cpu", "head": head}
+    source.embed.weight = source.head.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+    source.head.bias = nn.Parameter(torch.empty(4, device="meta"))
+    dispatch_model(source, device_map, offload_index=index)
+    assert torch.equal(source(X)["logits"], plain)
+
+
 def test_the_check_of_a_map_can_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = made()
     with pytest.raises(ValueError, match="no device for"):

@@ -44,3 +44,4 @@ class Accumulate:
             for context in reversed(self._entered):
                 context.__exit__(kind, error, traceback)
             self._entered = None
+        self._accelerator._window.leave()

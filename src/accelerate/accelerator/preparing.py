@@ -108,12 +108,34 @@ class PreparingMixin:
             (Kind.OPTIMIZER, self.prepare_optimizer),
             (Kind.LOADER, self.prepare_data_loader),
         )
+        before = {id(slot): list(slot.given.parameters()) for slot in bundle.of(Kind.MODEL)}
         for kind, prepare in preparers:
             for slot in bundle.of(kind):
                 slot.result = prepare(slot.given, device_placement=slot.device_placement)
+            if kind is Kind.MODEL:
+                self._follow_moved(bundle, before)
         for slot in bundle.of(Kind.SCHEDULER):
             slot.result = self.prepare_scheduler(slot.given)
         return bundle.results()
+
+    @staticmethod
+    def _follow_moved(bundle: Bundle, before: dict[int, list[torch.nn.Parameter]]) -> None:
+        """Point optimizers to the parameters that a move to the device had to replace by new ones.
+
+        torch keeps a parameter's identity in a move between most devices, but not to those whose tensors are of
+        another kind (XLA, meta).
+        """
+        moved = {
+            old: new
+            for slot in bundle.of(Kind.MODEL)
+            for old, new in zip(before[id(slot)], slot.result.parameters(), strict=False)
+            if old is not new and old.shape == new.shape
+        }
+        for slot in bundle.of(Kind.OPTIMIZER) if moved else ():
+            for group in slot.given.param_groups:
+                group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
+            for old in [parameter for parameter in slot.given.state if parameter in moved]:
+                slot.given.state[moved[old]] = slot.given.state.pop(old)
 
     def _check(self, bundle: Bundle) -> None:
         """Refuse what cannot work before anything is changed."""

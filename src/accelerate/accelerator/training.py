@@ -11,7 +11,7 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from .._base.errors import ConfigurationError
+from .._base.errors import ConfigurationError, UsageError
 from .._base.warn_once import warn_once
 from ..collectives import communicator
 from ..config.sections.handlers import AutocastKwargs, ProfileKwargs
@@ -166,7 +166,8 @@ class TrainingMixin:
         Args:
             loss: A mean over the batch; with `num_items` a sum.
             num_items: How many items (tokens, say) the sum is over. The window's gradients are divided by the number
-                of items of all its batches on all ranks: the gradient of the mean over all items.
+                of items of all its batches on all ranks: the gradient of the mean over all items. Several backward
+                passes of one batch add their items up; 0 for another loss over items that were counted already.
             **kwargs: Passed to `Tensor.backward`.
 
         Example:
@@ -182,17 +183,20 @@ class TrainingMixin:
             self.lomo_backward(loss / num_steps, learning_rate)
             return
         weight = self._microbatch_weight()
-        if num_items is None and weight is None and (num_steps == 1 or not state.normalizes_by_window):
-            self.strategy.backward(loss if num_steps == 1 else loss / num_steps, **kwargs)
-            return
-        if num_items is None and weight is not None:
-            self.strategy.backward(loss * weight, **kwargs)
+        if num_items is None and (weight is not None or num_steps == 1 or not state.normalizes_by_window):
+            if self._window.length:
+                self._window.note_plain()
+            if weight is not None:
+                loss = loss * weight
+            elif num_steps != 1:
+                loss = loss / num_steps
+            self.strategy.backward(loss, **kwargs)
             return
         if weight == 0.0:
             loss, num_items = loss * 0.0, 0.0
         closes = state.sync_gradients
         self._window.backward(
-            self.strategy, loss, self._parameters(), num_steps=num_steps, closes=closes, num_items=num_items
+            self.strategy, loss, self._parameters(), num_steps=num_steps, closes=closes, num_items=num_items, **kwargs
         )
         if self._window.length == 0 and closes:
             self._window.restart()  # a loop without accumulate(): every backward pass is a batch of its own
@@ -203,7 +207,15 @@ class TrainingMixin:
             return None
         loader = self.gradient_state.active_dataloader
         microbatch = loader.microbatch if loader is not None else None
-        return None if microbatch is None else float(microbatch.weight)
+        if microbatch is None:
+            return None
+        if self.gradient_state.sync_gradients and not microbatch.closes_window:
+            raise UsageError(
+                f"backward() was called for a part of a global batch of {microbatch.samples} samples outside of "
+                "accumulate(), so the optimizer would step before the rest. Write `with accelerator.accumulate(model):` "
+                "around the step."
+            )
+        return float(microbatch.weight)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         seen: set[int] = set()
@@ -292,9 +304,11 @@ class TrainingMixin:
     def breakpoint(self, rank: int = 0) -> None:
         """Stop all ranks and open the debugger on one of them, at the line after this; the others wait for it.
 
+        Every rank must call it.
+
         Example:
             ```python
-            if loss.isnan():
+            if step == 100:
                 accelerator.breakpoint()
             ```
         """

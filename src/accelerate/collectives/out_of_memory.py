@@ -22,6 +22,8 @@ R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
+_ENDS = ("done", "out_of_memory", "interrupted")
+"""How a try may end on a rank so that all can go on."""
 
 
 class _Attempt:
@@ -68,15 +70,24 @@ class _Attempt:
         """Return whether any rank ran out of memory."""
         return self._count("out_of_memory") > 0
 
+    @property
+    def failure(self) -> str | None:
+        """Return which rank failed with what error that is not about memory, None if none has."""
+        return self.store.get(self._key("failure")).decode() if self.store and self._count("failed") else None
+
+    def report_failure(self, error: Exception) -> None:
+        """Tell the other ranks of an error that is not about memory."""
+        if self.store is not None:
+            text = f"rank {current.runtime().rank} failed with {type(error).__name__}: {error}"
+            self.store.set(self._key("failure"), text)
+            self.report("failed")
+
     def settle(self, seconds: float | None) -> bool:
         """Wait until every rank has reported, or a rank has failed; False if some have not after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while self._count("done") + self._count("out_of_memory") + self._count("interrupted") < self.world_size:
-            if self._count("failed"):
-                raise UsageError(
-                    "Another rank failed inside find_executable_batch_size with an error that is not about memory. "
-                    "Its traceback is in its own output."
-                )
+        while sum(map(self._count, _ENDS)) < self.world_size:
+            if self.failure is not None:
+                raise _failed_elsewhere(self.failure)
             if deadline is not None and time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -216,8 +227,11 @@ def _try(
             attempt.report("out_of_memory")
         elif attempt.ran_out:
             attempt.report("interrupted")  # this rank's collective broke because another rank ran out of memory
+        elif attempt.failure is not None:
+            raise _failed_elsewhere(attempt.failure) from error  # it broke because another rank failed
         else:
-            attempt.report("failed")
+            attempt.report_failure(error)
+            process_group.hang_up()  # the others may wait for this rank in a collective
             raise
         broken = True
         traceback.clear_frames(error.__traceback__)
@@ -235,10 +249,17 @@ def _try(
     return False, None
 
 
+def _failed_elsewhere(failure: str) -> UsageError:
+    return UsageError(
+        f"Inside find_executable_batch_size {failure}. A smaller batch does not help against that, so all ranks stop. "
+        "The traceback is in that rank's own output."
+    )
+
+
 def _meet_again(attempt: _Attempt) -> None:
     """Make the process group anew if a rank had to break it."""
     attempt.report("settled")
     while attempt._count("settled") < attempt.world_size:
         time.sleep(_POLL_SECONDS)
-    if attempt._count("hung_up") and attempt.store is not None:
-        process_group.remake(attempt.store)
+    if attempt._count("hung_up"):
+        process_group.remake()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .dispatcher import DataLoaderDispatcher
+from .iterables import IterableDatasetShard
 from .parts import _PYTORCH_DATALOADER_KWARGS, get_sampler
 from .plan import MicroBatch, Share
 from .position import Position
 from .prepare import prepare_data_loader
 from .samplers import SeedableRandomSampler
 from .shard_loader import DataLoaderShard
-from .sharding import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from .sharding import BatchSamplerShard, SkipBatchSampler
 from .skip import SkipDataLoader, skip_first_batches
 
 __all__ = [

@@ -84,6 +84,7 @@ class DataLoaderAdapter:
         self._restored = False
         self._taken = 0
         self._resumed_batches = 0
+        self._resumed_samples = 0
         self._finished = True
         self._origin: Any = None
         self._fresh_after_break = False
@@ -218,15 +219,23 @@ class DataLoaderAdapter:
         for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
             if base is not None:
                 seed.restore(base)
-        if not self._has_stateful_base:
+        if not self._has_stateful_base or self._counts_otherwise(own.get("unit", 0)):
             self.seek(Position(own["epoch"], own["samples"]), own.get("unit", 0))
             return
         self.iteration = own.get("epoch", self.iteration)
-        self._resumed_batches = own.get("batches", 0) if own.get("samples") else 0
+        self._resumed_samples = own.get("samples", 0)
+        self._resumed_batches = own.get("batches", 0) if self._resumed_samples else 0
         self._restored, self._finished = True, True
         inner = {name: value for name, value in state_dict.items() if name != _OWN_STATE}
         self.dl_state_dict = inner
         self.base_dataloader.load_state_dict(inner)
+
+    def _counts_otherwise(self, unit: int) -> bool:
+        """Return whether a state was taken with other steps: torchdata counts batches, which then mean other samples."""
+        with suppress(AttributeError, TypeError):
+            total: int = self.total_batch_size
+            return unit not in (0, total)
+        return False
 
     @property
     def _has_stateful_base(self) -> bool:

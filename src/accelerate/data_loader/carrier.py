@@ -8,7 +8,7 @@ from typing import Any
 # Private in torch (2.13 and before): the only way to pin what a carrier holds as the loader would have.
 from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
 
-from .sharding import IterableDatasetShard
+from .iterables import IterableDatasetShard
 
 
 class Counted:

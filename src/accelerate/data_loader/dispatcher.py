@@ -220,6 +220,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             batches = islice(self.base_dataloader, self.skip_batches * per_step, None)
             size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None) or 1
             consumed = (skipped + self.skip_batches * per_step) * size + (0 if shard is None else start)
+            consumed += self._resumed_samples
+            self._resumed_samples = 0
             for step in assembler.steps(batches, 0 if shard is not None else start, consumed):
                 if self._has_stateful_base:
                     step.state = self.base_dataloader.state_dict()

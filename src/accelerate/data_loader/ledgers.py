@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .iterables import IterableDatasetShard
 from .plan import UNKNOWN_SHARE, Block, MicroBatch, Rounds, Share, Windows, clamp
-from .sharding import BatchSamplerShard, IterableDatasetShard, Records
+from .sharding import BatchSamplerShard, Records
 
 
 class Ledger:

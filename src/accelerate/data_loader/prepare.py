@@ -16,12 +16,13 @@ from ..runtime import current
 from .adapter import DataLoaderAdapter
 from .carrier import CountingCollate
 from .dispatcher import DataLoaderDispatcher
+from .iterables import IterableDatasetShard
 from .parts import as_stateful, copy_loader, copy_part, outer_batch_sampler, stateful_class
 from .plan import Windows, data_shard
 from .recognise import already_split, is_hf_iterable
 from .samplers import EpochSeed, Ordering, SeedableRandomSampler, choose_ordering, seedable
 from .shard_loader import DataLoaderShard
-from .sharding import BatchSamplerShard, IndexShard, IterableDatasetShard, check_splittable
+from .sharding import BatchSamplerShard, IndexShard, check_splittable
 from .windows import WindowBatchSampler, WindowCollate, WindowDataset
 
 logger = logging.getLogger(__name__)

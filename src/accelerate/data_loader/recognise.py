@@ -7,8 +7,9 @@ from typing import Any
 
 from .._base.choice import Choice
 from ..collectives import communicator
+from .iterables import IterableDatasetShard
 from .parts import nested_samplers
-from .sharding import BatchSamplerShard, IterableDatasetShard
+from .sharding import BatchSamplerShard
 
 
 def is_hf_iterable(dataset: Any) -> bool:

@@ -14,9 +14,10 @@ from ..collectives.nested import send_to_device
 from ..collectives.rng import synchronize_rng_states
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .carrier import Counted
+from .iterables import IterableDatasetShard
 from .ledgers import GroupLedger, Ledger, RecordedLedger, RoundsLedger, SplitLedger, WindowLedger
 from .parts import copy_loader, nested_samplers, outer_batch_sampler
-from .sharding import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from .sharding import BatchSamplerShard, SkipBatchSampler
 from .windows import WindowBatchSampler, WindowDataset
 
 
@@ -135,6 +136,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             dataset.start, dataset.start_unit = (0 if by_batches else start), unit
             dropped += start // dataset.group_size if by_batches else 0
             ledger = GroupLedger(dataset, start, skipped, ready_batches=base.batch_size is None)
+            if start and base.persistent_workers:
+                base = copy_loader(base)  # workers that run already would not hear of the start
         else:
             base, ledger, more = self._open_as_it_is(start, skipped)
             dropped += more

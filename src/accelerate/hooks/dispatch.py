@@ -13,7 +13,7 @@ from torch import nn
 
 from .._base.errors import ConfigurationError, UsageError
 from ..devices import registry
-from ..offload.places import DISK, HOST, META, Place, as_device, is_offload
+from ..offload.places import DISK, HOST, META, Place, as_device, is_offload, lookup
 from ..offload.store import (
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
@@ -106,6 +106,9 @@ def hook_device_map(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = shared_weights({name: parameters[name] for group in tied_names for name in group})
     tied.update(shared_weights({name: held[name] for group in tied_names for name in group if name in held}))
+    if weights is not None:
+        weights.add_aliases(tied_names)
+        _fetch_empty(model, device_map, devices, offloaded, weights)
     _place_single_tensors(model, devices, weights, skip_keys)
     attach_align_device_hook_on_blocks(
         model,
@@ -119,6 +122,21 @@ def hook_device_map(
     )
     keep_alive_only(tied, held.values())
     retie_parameters(model, [group for group in tied_names if _lies_together(model, group)])
+
+
+def _fetch_empty(
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    devices: Mapping[str, Place],
+    offloaded: set[str],
+    weights: OffloadedWeightsLoader,
+) -> None:
+    """Give data to tensors that stay on a device and have none, because a tied weight of theirs is offloaded."""
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.device == META and name in weights and str(lookup(device_map, name)) not in offloaded:
+            device = lookup(devices, name)
+            if device is not None and as_device(device) != META:
+                set_module_tensor_to_device(model, name, device, weights[name])
 
 
 def _lies_together(model: nn.Module, names: Iterable[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -149,8 +149,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: Mapping[str, Any] = {} if index is None else index
         self.device = device
         self.all_keys = list(dict.fromkeys((*self.state_dict, *self.index)))
+        self.aliases: dict[str, str] = {}
+
+    def add_aliases(self, groups: Iterable[Sequence[str]]) -> None:
+        """Let names of tied weights be read that are stored under another name of their group only."""
+        for group in groups:
+            stored = next((name for name in group if name in self.state_dict or name in self.index), None)
+            if stored is not None:
+                self.aliases.update({name: stored for name in group if name not in self})
+        self.all_keys = list(dict.fromkeys((*self.all_keys, *self.aliases)))
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        key = self.aliases.get(key, key)
         if key in self.state_dict:
             return self.state_dict[key]
         entry: WeightInfo = self.index[key]
@@ -172,7 +182,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return tensor.to(resolve_dtype(entry["dtype"])) if "dtype" in entry else tensor
 
     def __contains__(self, key: object) -> bool:
-        return key in self.state_dict or key in self.index
+        return key in self.state_dict or key in self.index or key in self.aliases
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

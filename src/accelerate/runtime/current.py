@@ -15,6 +15,8 @@ ACCELERATOR: dict[str, Any] = {}
 """What every `AcceleratorState` shows."""
 GRADIENT: dict[str, Any] = {}
 """What every `GradientState` shows."""
+MEETING: dict[str, Any] = {}
+"""Where this process met the others; it outlives a reset, because they meet there again."""
 
 _RUNTIME = "_runtime"
 _SLOTS = "_slots"

@@ -153,7 +153,7 @@ class GradientState:
         current.GRADIENT.clear()
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).__annotations__:
+        if not self._shared_state and (name in type(self).__annotations__ or hasattr(type(self), name)):
             raise AttributeError(
                 f"GradientState has no {name!r} any more because the state was reset after this object was made. "
                 "Make a new Accelerator()."

@@ -76,8 +76,9 @@ def split_between(inputs: Any, rank: int, world_size: int, *, apply_padding: boo
     begin, end = share_bounds(length, rank, world_size)
     missing = -(-length // world_size) - (end - begin) if apply_padding and length else 0
     if hasattr(inputs, "select") and hasattr(inputs, "features"):
-        rows = range(begin, end)  # a range stays a slice of the table; a list would be a table of indices
-        return inputs.select([*rows, *[length - 1] * missing] if missing else rows)
+        if missing or begin == end:
+            return inputs.select([*range(begin, end), *[length - 1] * missing])
+        return inputs.select(range(begin, end))  # stays a slice of the table; a list becomes a table of indices
     share = inputs[begin:end]
     return _repeat_last(share, inputs, missing) if missing else share
 

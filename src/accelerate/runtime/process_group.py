@@ -14,24 +14,36 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..config import env
 from . import current
+from .topology import Topology
 from .torch_private import default_store
 
 _OPTIONS = "_group_options"
 _SOCKETS = "_group_sockets"
-_GENERATION = "_group_generation"
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
-def join(backend: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Make the default process group, and return what is needed to break and remake it."""
+def join(backend: str, topology: Topology, options: dict[str, Any]) -> dict[str, Any]:
+    """Make the default process group, and return what is needed to break and remake it.
+
+    Processes that left a group meet again at the store of that group: a new one at the same address may be made by one
+    process while another still holds, and is about to close, the old one.
+    """
+    place = (os.getpid(), env.get("MASTER_ADDR"), env.get("MASTER_PORT"), topology)
     before = _open_sockets()
-    dist.init_process_group(backend=backend, **options)
     kept = {key: value for key, value in options.items() if key in ("timeout", "device_id")}
-    return {
-        _OPTIONS: {"backend": backend, **kept},
-        _SOCKETS: _open_sockets() - before,
-        _GENERATION: 0,
-    }
+    if current.MEETING.get("place") == place:
+        _meet_again({"backend": backend, **kept}, topology.rank, topology.world_size)
+    else:
+        dist.init_process_group(backend=backend, **options)
+        current.MEETING.update(place=place, store=default_store(), groups=1)
+    return {_OPTIONS: {"backend": backend, **kept}, _SOCKETS: _open_sockets() - before}
+
+
+def _meet_again(options: dict[str, Any], rank: int, world_size: int) -> None:
+    meeting = current.MEETING
+    fresh = PrefixStore(f"accelerate/group/{meeting['groups']}", meeting["store"])
+    dist.init_process_group(**options, store=fresh, rank=rank, world_size=world_size)
+    meeting["groups"] += 1
 
 
 def can_remake() -> bool:
@@ -55,17 +67,14 @@ def hang_up() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def remake(meeting: Store) -> None:
+def remake() -> None:
     """Replace the default group by a new one of the same processes; every process must call it."""
-    rank, world_size = current.runtime().rank, current.runtime().world_size
-    generation = current.PARTIAL.get(_GENERATION, 0) + 1
-    options = current.PARTIAL.get(_OPTIONS, {})
+    runtime = current.runtime()
     if dist.is_initialized():
         dist.destroy_process_group()
     before = _open_sockets()
-    prefixed = PrefixStore(f"accelerate/group/{generation}", meeting)
-    dist.init_process_group(**options, store=prefixed, rank=rank, world_size=world_size)
-    current.PARTIAL.update({_SOCKETS: _open_sockets() - before, _GENERATION: generation})
+    _meet_again(current.PARTIAL[_OPTIONS], runtime.rank, runtime.world_size)
+    current.PARTIAL[_SOCKETS] = _open_sockets() - before
     current.forget_all()
 
 

@@ -105,7 +105,7 @@ def _join(topology: Topology, backend: DeviceBackend, device: torch.device, opti
     if chosen == "nccl":
         options.setdefault("timeout", timedelta(minutes=10))
         options.setdefault("device_id", device)
-    return {"backend": chosen, **process_group.join(chosen, options)}
+    return {"backend": chosen, **process_group.join(chosen, topology, options)}
 
 
 def _share_cores(topology: Topology) -> None:

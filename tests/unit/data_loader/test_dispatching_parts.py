@@ -38,7 +38,7 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
 def test_a_parcel_arrives_as_it_was(batch: Any) -> None:
     arrived = roundtrip(batch)
     assert type(arrived) is type(batch)
@@ -50,7 +50,7 @@ def test_the_same_structure_compares_equal() -> None:
     assert Parcel({"x": torch.ones(2)}).structure != Parcel({"x": torch.ones(3)}).structure
 
 
-@pytest.mark.parametrize(("batch", "rows"), zip(BATCHES, [2, 2, 2, 2, 2, 3, None], strict=True), ids=str)
+@pytest.mark.parametrize(("batch", "rows"), list(zip(BATCHES, [2, 2, 2, 2, 2, 3, None], strict=True)))
 def test_counting(batch: Any, rows: int | None) -> None:
     assert count_rows(batch) == rows
 

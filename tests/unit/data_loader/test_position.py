@@ -44,9 +44,7 @@ class Stream(IterableDataset):
 def group(dataset: Any, count: int, **options: Any) -> list[Any]:
     loader_options = {key: options.pop(key) for key in ("batch_size", "shuffle", "num_workers") if key in options}
     return [
-        prepare_data_loader(
-            DataLoader(dataset, **loader_options), num_processes=count, process_index=rank, **options
-        )
+        prepare_data_loader(DataLoader(dataset, **loader_options), num_processes=count, process_index=rank, **options)
         for rank in range(count)
     ]
 
@@ -251,3 +249,24 @@ def test_skipping_after_a_restored_position_starts_at_that_batch() -> None:
 def test_negative_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be negative"):
         prepare_data_loader(DataLoader(range(4))).seek(Position(0, -1))
+
+
+def test_persistent_workers_hear_of_a_position_and_of_its_end() -> None:
+    def make() -> Any:
+        loader = DataLoader(Stream(20), batch_size=2, num_workers=1, persistent_workers=True)
+        return prepare_data_loader(loader, num_processes=2, process_index=0)
+
+    loader = make()
+    whole = [batch.tolist() for batch in loader]
+    loader.seek(Position(1, 8))
+    assert [batch.tolist() for batch in loader] == whole[2:]
+    assert [batch.tolist() for batch in loader] == whole
+
+
+def test_skipping_micro_batches_keeps_their_windows() -> None:
+    loader = prepare_data_loader(DataLoader(range(11), batch_size=2), global_batch_size=5)
+    whole = [(batch.tolist(), loader.microbatch, loader.position.samples) for batch in loader]
+    skipping = skip_first_batches(loader, 2)
+    assert [(batch.tolist(), skipping.microbatch, skipping.position.samples) for batch in skipping] == whole[2:]
+    loader.seek(Position(0, 4))
+    assert [batch.tolist() for batch in loader] == [[4], [5, 6], [7, 8], [9], [10]]

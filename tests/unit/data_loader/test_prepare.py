@@ -134,9 +134,7 @@ def test_hf_iterable_is_shared_out(even: bool) -> None:
         prepare_data_loader(DataLoader(whole, batch_size=4), num_processes=2, process_index=rank, even_batches=even)
         for rank in range(2)
     ]
-    parts = [
-        [int(entry) for batch in loader for entry in batch["x"][: loader.share.real]] for loader in loaders
-    ]
+    parts = [[int(entry) for batch in loader for entry in batch["x"][: loader.share.real]] for loader in loaders]
     assert sorted(parts[0] + parts[1]) == list(range(30))
     if even:
         assert len({loader.iteration for loader in loaders}) == 1

@@ -92,7 +92,9 @@ def test_options_are_kept() -> None:
     def collate(samples: list[int]) -> str:
         return "-".join(map(str, samples))
 
-    loader = prepare_data_loader(DataLoader(range(8), batch_size=2, collate_fn=collate), num_processes=2, process_index=0)
+    loader = prepare_data_loader(
+        DataLoader(range(8), batch_size=2, collate_fn=collate), num_processes=2, process_index=0
+    )
     assert list(loader) == ["0-1", "4-5"]
     assert loader.collate_fn is collate
     assert (loader.total_batch_size, loader.total_dataset_length, len(loader)) == (4, 8, 2)
@@ -241,3 +243,41 @@ def test_a_state_taken_at_the_last_batch_goes_on_with_the_next_epoch() -> None:
     twin.load_state_dict(states[-1])
     assert [batch.tolist() for batch in twin] == [[0, 1], [2, 3], [4, 5]]
     assert twin.iteration == 2
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_dispatcher_resumes_although_it_reads_ahead() -> None:
+    def make() -> Any:
+        loader = DataLoader(range(12), batch_size=2)
+        return prepare_data_loader(loader, put_on_device=True, dispatch_batches=True, use_stateful_dataloader=True)
+
+    stopped = make()
+    for number, _ in enumerate(stopped, start=1):
+        if number == 2:
+            break
+    resumed = make()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [(batch.tolist(), resumed.position.samples) for batch in resumed] == [
+        ([4, 5], 6),
+        ([6, 7], 8),
+        ([8, 9], 10),
+        ([10, 11], 0),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_loader_resumes_on_another_number_of_processes() -> None:
+    def make(count: int, rank: int) -> Any:
+        loader = DataLoader(range(12), batch_size=2)
+        return prepare_data_loader(
+            loader, num_processes=count, process_index=rank, use_stateful_dataloader=True, even_batches=False
+        )
+
+    stopped = make(2, 0)
+    next(iter(stopped))
+    seen = []
+    for rank in range(3):
+        resumed = make(3, rank)
+        resumed.load_state_dict(stopped.state_dict())
+        seen += [int(entry) for batch in resumed for entry in batch]
+    assert sorted(seen) == list(range(4, 12))

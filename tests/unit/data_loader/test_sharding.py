@@ -161,7 +161,8 @@ def test_skipping_equals_dropping(samples: int, batch_size: int, count: int, ski
 
 
 @pytest.mark.parametrize(
-    ("samples", "expected"), [(7, [[0, 1, 4, 5], [2, 3, 6, 0]]), (5, [[0, 1, 4, 0], [2, 3, 1, 2]]), (1, [[0, 0], [0, 0]])]
+    ("samples", "expected"),
+    [(7, [[0, 1, 4, 5], [2, 3, 6, 0]]), (5, [[0, 1, 4, 0], [2, 3, 1, 2]]), (1, [[0, 0], [0, 0]])],
 )
 @pytest.mark.parametrize("split", [True, False])
 def test_iterable(samples: int, expected: list[list[int]], split: bool) -> None:

@@ -179,7 +179,7 @@ def load_fsdp_model(
 
     files = _Files(Path(input_dir), FSDP_MODEL_NAME, model_index)
     state = _read(files, kind, use_dcp, "model", present, accelerator)
-    if only_adapter and state:
+    if only_adapter:  # asked on every rank, since FSDP1 makes the state dict together
         names = model_names(model, get_model_state_dict(model))
         state = {names.get(name, name): value for name, value in state.items()}
     whole = kind == FULL

@@ -1,0 +1,270 @@
+"""Loaders on real groups of two and three processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from tests.support.processes import run_group
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
+
+from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
+from accelerate.runtime import current
+from accelerate.runtime.gradient_clock import GradientState
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Stream(IterableDataset):
+    """Numbers that workers divide among themselves; one of them may be broken."""
+
+    def __init__(self, length: int, broken: int = -1) -> None:
+        self.length = length
+        self.broken = broken
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in range(start, self.length, step):
+            if number == self.broken:
+                raise LookupError(f"sample {number} is broken")
+            yield number
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Varied(IterableDataset):
+    """Ready batches of anything, each of another width, the third too large for the first buffer."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        for number in range(5):
+            width = 20_000 if number == 2 else number + 1
+            values = torch.full((3, width), float(number))
+            yield Pair(values, {"text": ["a" * number, "b", "c"], "number": number, "flag": torch.tensor(True)})
+
+
+def cpu() -> None:
+    from accelerate.state import PartialState
+
+    PartialState(cpu=True)
+    rank = current.runtime().rank
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+
+
+def observed(loader: Any) -> list[Any]:
+    return [
+        (batch.tolist(), loader.end_of_dataloader, loader.remainder, tuple(loader.share), loader.position.samples)
+        for batch in loader
+    ]
+
+
+def dispatched(loader: DataLoader, **options: Any) -> Any:
+    return prepare_data_loader(loader, put_on_device=True, dispatch_batches=True, **options)
+
+
+def every_other(batch: torch.Tensor, part: slice, process_index: int, num_processes: int) -> torch.Tensor:
+    return batch[process_index::num_processes]
+
+
+def dispatch_job() -> dict[str, Any]:
+    cpu()
+    found: dict[str, Any] = {}
+    for length in (8, 7, 5, 1, 0):
+        found[f"stream {length}"] = observed(dispatched(DataLoader(Stream(length), batch_size=2)))
+    found["automatic"] = observed(prepare_data_loader(DataLoader(Stream(7), batch_size=2), put_on_device=True))
+    found["workers"] = observed(dispatched(DataLoader(Stream(8), batch_size=2, num_workers=2)))
+    found["drop_last"] = observed(dispatched(DataLoader(Stream(7), batch_size=2, drop_last=True)))
+    found["map"] = observed(dispatched(DataLoader(range(7), batch_size=2)))
+    found["split"] = observed(dispatched(DataLoader(range(7), batch_size=6), split_batches=True))
+    found["slice_fn"] = observed(dispatched(DataLoader(Stream(8), batch_size=2), slice_fn_for_dispatch=every_other))
+    varied = dispatched(DataLoader(Varied(), batch_size=None))
+    found["varied"] = [
+        (
+            tuple(batch.left.shape),
+            batch.right["text"],
+            batch.right["number"],
+            bool(batch.right["flag"]),
+            varied.share.real,
+        )
+        for batch in varied
+    ]
+    with pytest.raises(LookupError, match="sample 6 is broken"):
+        list(dispatched(DataLoader(Stream(20, broken=6), batch_size=1)))
+    found["active after an error"] = GradientState().in_dataloader
+
+    left = dispatched(DataLoader(Stream(40), batch_size=2))
+    found["left early"] = []
+    for stop in (1, 3, 2):
+        for number, batch in enumerate(left, start=1):
+            found["left early"].append(batch.tolist())
+            if number == stop:
+                break
+    left.seek(Position(3, 32))
+    found["seek"] = [batch.tolist() for batch in left]
+    shuffled = dispatched(DataLoader(range(12), batch_size=2, shuffle=True))
+    found["shuffled"] = [[batch.tolist() for batch in shuffled] for _ in range(2)]
+    found["seeds"] = shuffled.state_dict()["base_seeds"]
+    shuffled.set_epoch(1)
+    found["skipped"] = [batch.tolist() for batch in skip_first_batches(shuffled, 1)]
+    found["length"] = len(shuffled)
+    return found
+
+
+def test_dispatcher_on_two_processes() -> None:
+    first, second = run_group(dispatch_job, 2)
+    assert first["stream 8"] == [([0, 1], False, -1, (2, 2), 4), ([4, 5], True, 4, (2, 2), 0)]
+    assert second["stream 8"] == [([2, 3], False, -1, (2, 2), 4), ([6, 7], True, 4, (2, 2), 0)]
+    for name in ("stream 7", "automatic", "map"):
+        assert first[name] == [([0, 1], False, -1, (2, 2), 4), ([4, 5], True, 3, (2, 2), 0)]
+        assert second[name] == [([2, 3], False, -1, (2, 2), 4), ([6, 0], True, 3, (2, 1), 0)]
+    assert first["stream 5"][-1] == ([4], True, 1, (1, 1), 0)
+    assert second["stream 5"][-1] == ([0], True, 1, (1, 0), 0)
+    assert (first["stream 0"], second["stream 0"]) == ([], [])
+    assert first["drop_last"] == [([0, 1], True, 4, (2, 2), 0)]
+    assert [entry[0] for entry in first["split"] + second["split"]] == [[0, 1, 2], [6], [3, 4, 5], [0]]
+    assert [entry[0] for entry in first["slice_fn"] + second["slice_fn"]] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert sorted(n for part in (first, second) for entry in part["workers"] for n in entry[0]) == list(range(8))
+    assert [entry[0] for entry in first["varied"]] == [(3, 1), (3, 20_000), (2, 5)]
+    assert second["varied"][1] == ((3, 4), ["aaa", "b", "c"], 3, True, 3)
+    assert second["varied"][2] == ((2, 5), ["c", "aaaa"], 4, True, 1)
+    assert (first["active after an error"], second["active after an error"]) == (False, False)
+    assert first["left early"] == [[0, 1], [0, 1], [4, 5], [8, 9], [0, 1], [4, 5]]
+    assert second["left early"] == [[2, 3], [2, 3], [6, 7], [10, 11], [2, 3], [6, 7]]
+    assert first["seek"] + second["seek"] == [[32, 33], [36, 37], [34, 35], [38, 39]]
+    for epoch in range(2):
+        whole = [n for part in (first, second) for batch in part["shuffled"][epoch] for n in batch]
+        assert sorted(whole) == list(range(12))
+    assert first["shuffled"][0] != first["shuffled"][1]
+    assert first["seeds"] == second["seeds"]
+    assert first["skipped"] == first["shuffled"][1][1:]
+    assert second["skipped"] == second["shuffled"][1][1:]
+    assert (first["length"], second["length"]) == (3, 3)
+
+
+def test_dispatcher_on_three_processes() -> None:
+    parts = run_group(dispatch_job, 3)
+    assert [part["stream 5"] for part in parts] == [
+        [([0, 1], True, 5, (2, 2), 0)],
+        [([2, 3], True, 5, (2, 2), 0)],
+        [([4, 0], True, 5, (2, 1), 0)],
+    ]
+    assert [part["stream 8"][-1][0] for part in parts] == [[6], [7], [0]]
+    assert [part["varied"][-1][4] for part in parts] == [3, 3, 0]
+    assert [part["left early"][-1] for part in parts] == [[6, 7], [8, 9], [10, 11]]
+
+
+class Shuffling(Sampler[int]):
+    """A sampler that shuffles with a global generator, differently seeded on each process."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(24))
+        if self.source == "python":
+            random.shuffle(order)
+        elif self.source == "numpy":
+            np.random.shuffle(order)
+        else:
+            order = torch.randperm(24).tolist()
+        return iter(order)
+
+
+class ShufflingBatches(BatchSampler):
+    """A batch sampler that shuffles whole batches."""
+
+    def __init__(self) -> None:
+        self.batch_size = 2
+        self.drop_last = False
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = [[2 * number, 2 * number + 1] for number in range(12)]
+        random.shuffle(batches)
+        return iter(batches)
+
+
+def order_job(count: int) -> dict[str, Any]:
+    cpu()
+    samplers: dict[str, Any] = {
+        "random": RandomSampler(range(24)),
+        "own generator": RandomSampler(range(24), generator=torch.Generator().manual_seed(current.runtime().rank)),
+        "subset": SubsetRandomSampler(range(24)),
+        "python": Shuffling("python"),
+        "numpy": Shuffling("numpy"),
+        "torch": Shuffling("torch"),
+    }
+    found = {}
+    for name, sampler in samplers.items():
+        loader = prepare_data_loader(DataLoader(range(24), batch_size=2, sampler=sampler), put_on_device=True)
+        found[name] = [[int(n) for batch in loader for n in batch] for _ in range(2)]
+    seeded = prepare_data_loader(DataLoader(range(24), batch_size=2, shuffle=True), use_seedable_sampler=True)
+    found["seeded"] = [[int(n) for batch in seeded for n in batch] for _ in range(2)]
+    batches = prepare_data_loader(DataLoader(range(24), batch_sampler=ShufflingBatches()))
+    found["batches"] = [[int(n) for batch in batches for n in batch] for _ in range(2)]
+
+    distributed = DistributedSampler(range(64), num_replicas=count, rank=current.runtime().rank, shuffle=True)
+    loader = prepare_data_loader(DataLoader(range(64), batch_size=4, sampler=distributed))
+    found["distributed"] = [int(n) for batch in loader for n in batch]
+    for workers in (0, 2):
+        stream = prepare_data_loader(DataLoader(Stream(37), batch_size=2, num_workers=workers))
+        found[f"workers {workers}"] = [n for batch in stream for n in batch.tolist()[: stream.share.real]]
+    found["split"] = split_datasets(count)
+    return found
+
+
+def split_datasets(count: int) -> dict[str, list[int]]:
+    import datasets
+    from datasets.distributed import split_dataset_by_node
+
+    rank = current.runtime().rank
+    whole = datasets.Dataset.from_dict({"x": list(range(64))})
+    found = {}
+    for name, data in {
+        "map by node": split_dataset_by_node(whole, rank=rank, world_size=count),
+        "map": whole,
+        "stream by node": split_dataset_by_node(whole.to_iterable_dataset(count), rank=rank, world_size=count),
+    }.items():
+        loader = prepare_data_loader(DataLoader(data, batch_size=4), even_batches=False)
+        found[name] = [int(n) for batch in loader for n in batch["x"]]
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_process_has_its_own_samples(count: int) -> None:
+    parts = run_group(order_job, count, count, env={"HF_HUB_OFFLINE": "1"})
+    shuffles = ("random", "own generator", "subset", "python", "numpy", "torch", "seeded", "batches")
+    for name in shuffles:
+        for epoch in range(2):
+            assert sorted(n for part in parts for n in part[name][epoch]) == list(range(24)), name
+        assert parts[0][name][0] != parts[0][name][1], name
+    for name in ("workers 0", "workers 2"):
+        assert sorted(n for part in parts for n in part[name]) == list(range(37))
+    for name in ("map by node", "map", "stream by node"):
+        assert sorted(n for part in parts for n in part["split"][name]) == list(range(64)), name
+    seen = [n for part in parts for n in part["distributed"]]
+    assert set(seen) == set(range(64))
+    assert len(seen) == -(-64 // count) * count

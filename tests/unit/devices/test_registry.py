@@ -1,0 +1,256 @@
+"""The table of hardware, and a kind of hardware that only the test knows."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator, PartialState
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.rng import set_seed, synchronize_rng_state
+from accelerate.config.env import patch_environment
+from accelerate.devices import registry
+from accelerate.devices.base import DeviceBackend
+from accelerate.runtime.memory import clear_device_cache
+
+ORDER = ["mps", "mlu", "sdaa", "musa", "npu", "hpu", "cuda", "xpu", "neuron", "cpu"]
+
+
+@dataclass(frozen=True)
+class FakeBackend(DeviceBackend):
+    """Hardware without data: real tensors of type "meta", and a note of every call."""
+
+    calls: Counter[Any] = field(default_factory=Counter)
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 2
+
+    def set_device(self, device: torch.device) -> None:
+        self.calls["set_device", str(device)] += 1
+
+    def synchronize(self) -> None:
+        self.calls["synchronize"] += 1
+
+    def empty_cache(self) -> None:
+        self.calls["empty_cache"] += 1
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.calls["manual_seed_all", seed] += 1
+
+    def get_rng_state(self) -> Any:
+        self.calls["get_rng_state"] += 1
+        return torch.tensor([4, 2], dtype=torch.uint8)
+
+    def set_rng_state(self, state: Any) -> None:
+        self.calls["set_rng_state", tuple(state.tolist())] += 1
+
+    def supports_autocast(self, dtype: str) -> bool:
+        self.calls["supports_autocast", dtype] += 1
+        return super().supports_autocast(dtype)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeBackend]:
+    backend = FakeBackend(
+        type="meta",
+        label=DistributedType.MULTI_SDAA,
+        group_backend="fake",
+        priority=1000,
+        rng_key="torch_fake_manual_seed",
+        autocast_dtypes=frozenset({"bfloat16"}),
+    )
+    registry.register(backend)
+    yield backend
+    registry.unregister("meta")
+
+
+def test_the_preferred_come_first() -> None:
+    assert [backend.type for backend in registry.all_backends()] == ORDER
+
+
+@pytest.mark.parametrize("device_type", ORDER)
+def test_an_entry_is_whole(device_type: str) -> None:
+    backend = registry.get(device_type)
+    assert backend is registry.get(f"{device_type}:0")
+    assert backend.type == device_type
+    assert isinstance(backend.label, DistributedType)
+    assert backend.group_backend
+    assert backend.rng_key == ("" if device_type == "cpu" else f"torch_{device_type}_manual_seed")
+    assert backend.autocast_dtypes <= {"float16", "bfloat16"}
+    assert backend.is_available() is (device_type == "cpu")
+    assert isinstance(backend.device_count(), int)  # also where the hardware is absent
+
+
+def test_names_of_entries_are_their_own() -> None:
+    backends = registry.all_backends()
+    for attribute in ("priority", "rng_key"):
+        assert len({getattr(backend, attribute) for backend in backends}) == len(backends)
+    variables = [backend.visible_devices_variable for backend in backends if backend.visible_devices_variable]
+    assert len(set(variables)) == len(variables)
+    labels = [backend.label for backend in backends if backend.label is not DistributedType.NO]
+    assert len(set(labels)) == len(labels)
+
+
+def test_the_choice_gives_its_reason(fake: FakeBackend) -> None:
+    choice = registry.default()
+    assert choice.value is fake
+    assert choice.reason == "2 device(s) of type 'meta' found"
+    registry.unregister("meta")
+    assert registry.default().value.type == "cpu"
+    assert registry.default().reason == "no accelerator found"
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(ConfigurationError, match=r"no device 'warp:1'.*Write one of cpu, cuda"):
+        registry.get("warp:1")
+
+
+def test_a_device_that_only_torch_knows_is_described_by_defaults() -> None:
+    backend = registry.get(torch.device("meta"))
+    assert (backend.type, backend.is_available(), backend.device_count()) == ("meta", False, 0)
+    assert backend.device(3) == torch.device("meta:0")
+
+
+def test_an_index_beyond_the_devices_wraps_around(fake: FakeBackend) -> None:
+    assert [fake.device(index) for index in (None, 0, 1, 2)] == [
+        torch.device("meta"),
+        torch.device("meta:0"),
+        torch.device("meta:1"),
+        torch.device("meta:0"),
+    ]
+    assert fake.ddp_device_ids(fake.device(1)) == [1]
+    assert registry.get("cpu").ddp_device_ids(torch.device("cpu")) is None
+    assert fake.barrier_device_ids(fake.device(1)) is None
+
+
+def test_training_happens_on_the_hardware_that_was_registered(fake: FakeBackend) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    assert accelerator.device == torch.device("meta")
+    assert fake.calls["set_device", "meta"] == 1
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader([{"x": torch.ones(4), "name": "n"}] * 8, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    places = {value.device.type for value in (*model.parameters(), *model.buffers())}
+    assert places == {"meta"}
+    steps = 0
+    for batch in loader:
+        assert batch["x"].device.type == "meta"
+        assert batch["name"] == ["n", "n"]
+        with accelerator.accumulate(model):
+            loss = model(batch["x"]).mean()
+            assert loss.device.type == "meta"
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += accelerator.sync_gradients
+    assert steps == 2
+    own = {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == own
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert len(states) == 2 * len(own)
+    assert {value.device.type for value in states} == {"meta"}
+
+
+def test_the_state_of_an_optimizer_moves_with_its_parameters(fake: FakeBackend) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, prepared = Accelerator().prepare(model, optimizer)
+    assert {id(parameter) for parameter in prepared.state} == {id(parameter) for parameter in model.parameters()}
+    assert {state["momentum_buffer"].device.type for state in prepared.state.values()} == {"meta"}
+
+
+def test_placement_can_be_refused(fake: FakeBackend) -> None:
+    accelerator = Accelerator(device_placement=False)
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+    model, loader = accelerator.prepare(model, loader)
+    assert (model.weight.device.type, next(iter(loader)).device.type) == ("cpu", "cpu")
+    other = accelerator.prepare(torch.nn.Linear(4, 1), device_placement=[True])
+    assert other.weight.device.type == "meta"
+
+
+def test_cpu_can_be_asked_for(fake: FakeBackend) -> None:
+    assert Accelerator(cpu=True).device == torch.device("cpu")
+    assert not fake.calls["set_device", "meta"]
+
+
+def test_seeds_states_and_caches_reach_it(fake: FakeBackend) -> None:
+    set_seed(11)  # also before a process was started
+    Accelerator()
+    set_seed(12)
+    assert (fake.calls["manual_seed_all", 11], fake.calls["manual_seed_all", 12]) == (1, 1)
+    before = fake.calls["empty_cache"]
+    clear_device_cache()
+    assert fake.calls["empty_cache"] == before + 1
+    Accelerator().free_memory()
+    assert fake.calls["empty_cache"] == before + 2
+
+
+def test_a_random_state_is_read_from_and_written_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeBackend("npu", DistributedType.MULTI_NPU, "hccl", rng_key="torch_npu_manual_seed")
+    monkeypatch.setitem(registry._BACKENDS, "npu", fake)
+    PartialState(cpu=True)
+    synchronize_rng_state("npu")
+    assert (fake.calls["get_rng_state"], fake.calls["set_rng_state", (4, 2)]) == (1, 1)
+
+
+def test_mixed_precision_asks_the_hardware(fake: FakeBackend) -> None:
+    with pytest.raises(ConfigurationError, match="'fp16' was asked for, but 'meta' devices here cannot compute"):
+        Accelerator(mixed_precision="fp16")
+    assert fake.calls["supports_autocast", "float16"] == 1
+
+
+def test_autocast_names_the_hardware(fake: FakeBackend) -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    assert fake.calls["supports_autocast", "bfloat16"] == 1
+    # torch has no autocast for this device type and says so: the request reached it under the right name.
+    with pytest.raises(RuntimeError, match="meta"), accelerator.autocast():
+        pass
+
+
+def test_the_environment_chooses_a_device(fake: FakeBackend) -> None:
+    with patch_environment(accelerate_torch_device="meta:1"):
+        assert PartialState().device == torch.device("meta:1")
+    assert fake.calls["set_device", "meta:1"] == 1
+
+
+@pytest.fixture
+def installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install a real distribution with a real entry point on the path of this process."""
+    (tmp_path / "warp_drive.py").write_text(
+        "from accelerate.devices.cpu import CpuBackend\n"
+        "from accelerate._base.enums import DistributedType\n"
+        "BACKEND = CpuBackend('warp', DistributedType.MULTI_MUSA, 'gloo', priority=500)\n"
+    )
+    info = tmp_path / "warp_drive-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: warp-drive\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[accelerate.devices]\nwarp = warp_drive:BACKEND\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry._load_plugins.cache_clear()
+    yield
+    registry.unregister("warp")
+    sys.modules.pop("warp_drive", None)
+    registry._load_plugins.cache_clear()
+
+
+def test_a_package_brings_its_hardware_by_an_entry_point(installed_plugin: None) -> None:
+    assert [backend.type for backend in registry.all_backends()][0] == "warp"
+    assert registry.get("warp").label is DistributedType.MULTI_MUSA
+    assert registry.default().value is registry.get("warp")
