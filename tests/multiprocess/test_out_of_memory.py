@@ -74,7 +74,7 @@ def shrinks_on_all_ranks() -> dict[str, Any]:
         "updates": updates,
         "small": train(4, largest=4, steps=4)[0],
         "big": train(16, largest=16)[0],
-        "lines": lines.lines,
+        "lines": list(lines.lines),
     }
 
 

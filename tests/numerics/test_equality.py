@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from tests.support.processes import run_group
 from tests.support.training import (
     FEATURES,
     SEED,
@@ -18,6 +18,7 @@ from tests.support.training import (
     assert_same_weights,
     copy_weights,
     fresh_accelerator,
+    group_once,
     make_data,
     make_model,
     train,
@@ -71,7 +72,7 @@ STREAMS = {
 }
 
 
-def train_two_models() -> dict[str, object]:
+def train_two_models() -> dict[str, Any]:
     """Train two models with two optimizers, two losses and two loaders of one `prepare`."""
     accelerator = fresh_accelerator(
         gradient_accumulation_steps=2,
@@ -96,7 +97,7 @@ def train_two_models() -> dict[str, object]:
     return {name: copy_weights(accelerator.unwrap_model(model)) for name, model in (("first", first), ("second", second))}
 
 
-def train_two_plain_models() -> dict[str, object]:
+def train_two_plain_models() -> dict[str, Any]:
     first, second = make_model(0), make_model(1, out_features=FEATURES)
     sgd = torch.optim.SGD(first.parameters(), lr=0.05, momentum=0.9)
     adamw = torch.optim.AdamW(second.parameters(), lr=0.02)
@@ -113,9 +114,9 @@ def train_two_plain_models() -> dict[str, object]:
     return {"first": copy_weights(first), "second": copy_weights(second)}
 
 
-def train_everything(world_size: int) -> dict[str, object]:
+def train_everything(world_size: int) -> dict[str, Any]:
     """Train all recipes in all layouts on this process's share."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for (name, recipe), (form, layout) in itertools.product(RECIPES.items(), layouts(world_size).items()):
         found[f"{name}/{form}"] = train(recipe, layout)
     for (name, recipe), (form, layout) in itertools.product(UNEVEN.items(), UNEVEN_LAYOUTS.items()):
@@ -126,9 +127,8 @@ def train_everything(world_size: int) -> dict[str, object]:
     return found
 
 
-@cache
-def results(world_size: int) -> list[dict[str, Outcome]]:
-    return run_group(train_everything, world_size, world_size)  # type: ignore[return-value]
+def results(world_size: int) -> list[dict[str, Any]]:
+    return group_once(train_everything, world_size, world_size)
 
 
 @cache
@@ -165,7 +165,7 @@ def test_several_models_and_optimizers_train_together(world_size: int) -> None:
     expected = train_two_plain_models()
     for found in results(world_size):
         for name in ("first", "second"):
-            assert_same_weights(found["two models"][name], expected[name])  # type: ignore[index]
+            assert_same_weights(found["two models"][name], expected[name])
 
 
 def test_the_comparison_can_fail() -> None:

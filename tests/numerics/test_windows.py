@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tests.support.processes import run_group
-from tests.support.training import fresh_accelerator, run_checks
+from tests.support.training import fresh_accelerator, group_once, run_checks
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
@@ -258,9 +256,8 @@ CHECKS = [globals()[name] for name in TOKENS] + [
 ]
 
 
-@cache
 def results(world_size: int) -> list[dict[str, Any]]:
-    return run_group(run_checks, world_size, CHECKS)
+    return group_once(run_checks, world_size, *CHECKS)
 
 
 def assert_gradients(found: Gradients, windows: list[list[torch.Tensor]], tolerance: float = 1e-12) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tests.support.processes import run_group
 from tests.support.training import (
     Layout,
     Outcome,
     Recipe,
     assert_same_outcome,
     fresh_accelerator,
+    group_once,
     make_data,
     make_model,
     run_checks,
@@ -143,10 +142,9 @@ def pace() -> dict[str, list[str]]:
 CHECKS = [curves, scheduled_steps, step_outside_of_accumulate, whole_batches_need_no_accumulate, pace]
 
 
-@cache
 def results(world_size: int) -> list[dict[str, Any]]:
     checks = [check for check in CHECKS if world_size == 1 or check is not whole_batches_need_no_accumulate]
-    return run_group(run_checks, world_size, checks)
+    return group_once(run_checks, world_size, *checks)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+from tests.support.processes import ProcessGroupFailure, run_group
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
@@ -152,7 +154,7 @@ def train(recipe: Recipe, layout: Layout) -> Outcome:
         loader: Any = DataLoader(Stream(data), batch_size=layout.batch_size)
     else:
         loader = DataLoader(data, batch_size=layout.batch_size, shuffle=recipe.shuffle)
-    held_out = DataLoader(make_data(7), batch_size=2)
+    held_out = DataLoader(make_data(7), batch_size=6)
     model, optimizer, loader, schedule, held_out = accelerator.prepare(model, optimizer, loader, schedule, held_out)
     outcome = Outcome({})
     seen: list[torch.Tensor] = []
@@ -210,6 +212,22 @@ def assert_same_outcome(found: Outcome, expected: Outcome, tolerance: float = 1e
     assert_same_weights(found.weights, expected.weights, tolerance)
 
 
-def run_checks(checks: Sequence[Callable[[], Any]]) -> dict[str, Any]:
+@cache
+def _group_once(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any] | ProcessGroupFailure:
+    try:
+        return run_group(function, world_size, *args)
+    except ProcessGroupFailure as failure:
+        return failure
+
+
+def group_once(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run a group the first time it is asked for; every test that needs it fails if it failed."""
+    found = _group_once(function, world_size, *args)
+    if isinstance(found, ProcessGroupFailure):
+        raise found
+    return found
+
+
+def run_checks(*checks: Callable[[], Any]) -> dict[str, Any]:
     """Run functions one after another in this process and return what each returned, by name."""
     return {check.__name__: check() for check in checks}

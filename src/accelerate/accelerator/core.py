@@ -124,9 +124,6 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
         self.project_configuration = project_config if project_config is not None else ProjectConfiguration()
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(str(project_dir))
-        self.log_with = filter_trackers(log_with, self.logging_dir)
-        if log_with is not None and not self.log_with:
-            warn_once(f"log_with={log_with!r} names no tracker that is installed here, so nothing will be logged.")
 
         init_options = handlers["init_handler"].to_kwargs() if handlers["init_handler"] is not None else {}
         self.state = AcceleratorState(
@@ -141,6 +138,8 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
             _from_accelerator=True,
             **init_options,
         )
+        # After the state, so that only the main process says which trackers are missing.
+        self.log_with = filter_trackers(log_with, self.logging_dir)
         runtime = current.runtime()
         if parallelism is not None:
             parallelism.fit(runtime.world_size)

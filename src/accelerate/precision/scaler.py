@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.torch_private import is_unscaled
+
 
 class SharedGradScaler(torch.amp.GradScaler):
     """Update the scale once all optimizers of an iteration have stepped.
@@ -46,7 +48,10 @@ class SharedGradScaler(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the scale."""
-        self.flush()
+        # A look between two steps must not make the scaler forget that the gradients of the second were unscaled.
+        waiting = (entry for entry in self._optimizers if id(entry) not in self._stepped)
+        if not any(is_unscaled(self, entry) for entry in waiting):
+            self.flush()
         return super().get_scale()
 
     def state_dict(self) -> dict[str, Any]:

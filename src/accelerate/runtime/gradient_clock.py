@@ -148,6 +148,15 @@ class GradientState:
                 del self._references[index]
                 return
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Which loaders are being read is a fact of this process.
+        return {**self.__dict__, "_references": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.__dict__.update(state)
+
     @staticmethod
     def _reset_state() -> None:
         current.GRADIENT.clear()

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
-from .._base.imports import require
-from .base import GeneralTracker, on_main_process
+from .base import on_main_process
+from .run import RunTracker
 
 
-def _package() -> ModuleType:
-    return require("wandb", why="The tracker 'wandb'")
-
-
-class WandBTracker(GeneralTracker):
-    """Record a run with wandb; every process that starts one may log.
-
-    Args:
-        run_name: The project.
-        kwargs: Passed on to `wandb.init`.
-    """
+class WandBTracker(RunTracker):
+    """Record a run with wandb."""
 
     name = "wandb"
-    requires_logging_directory = False
-    main_process_only = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run: Any = None
-
-    @on_main_process
-    def start(self) -> None:
-        """Open the run."""
-        self.run = _package().init(**{"project": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """Return the run."""
-        return self.run
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -51,11 +23,9 @@ class WandBTracker(GeneralTracker):
         """Record anything that `Run.log` takes."""
         self.run.log(values, step=step, **kwargs)
 
-    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record lists of images."""
-        image = _package().Image
-        self.log({key: [image(entry) for entry in images] for key, images in values.items()}, step=step, **kwargs)
+        self._log_image_lists(values, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -68,10 +38,5 @@ class WandBTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Record a table, given by its columns and rows or as a data frame."""
-        table = _package().Table(columns=columns, data=data, dataframe=dataframe)
+        table = self._package().Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Close the run and wait until it is written."""
-        self.run.finish()
