@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from ._base.warn_once import warn_once
 from .runtime import current
@@ -22,6 +22,17 @@ class SteppingOptimizer(Protocol):
 
 
 _HORIZONS = ("total_steps", "total_iters", "T_max", "num_training_steps")
+
+
+def _horizon(scheduler: Any) -> int | None:
+    """Return after how many steps a schedule ends, None if it does not say."""
+    if isinstance(scheduler, SequentialLR):
+        last = _horizon(scheduler._schedulers[-1])
+        return None if last is None else scheduler._milestones[-1] + last
+    # The schedules of Transformers are functions that carry their horizon as a keyword.
+    keywords = [getattr(function, "keywords", {}) for function in getattr(scheduler, "lr_lambdas", ())]
+    facts: list[dict[str, Any]] = [{name: getattr(scheduler, name, None) for name in _HORIZONS}, *keywords]
+    return next((int(fact[name]) for fact in facts for name in _HORIZONS if fact.get(name)), None)
 
 
 class AcceleratedScheduler:
@@ -85,8 +96,7 @@ class AcceleratedScheduler:
         self._derived = False
         if current.runtime().rank != 0:
             return  # once a run, not once a process
-        inner = self.scheduler
-        horizon = next((int(getattr(inner, name)) for name in _HORIZONS if getattr(inner, name, None)), None)
+        horizon = _horizon(self.scheduler)
         if horizon is not None and any(horizon % length == 0 for length in self._epoch_lengths if length):
             return
         example = horizon or 1000

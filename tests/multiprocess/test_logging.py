@@ -37,6 +37,6 @@ def test_main_process_all_and_in_turn(tmp_path: Path) -> None:
     run_group(speak, 3, str(path))
     lines = path.read_text().splitlines()
     turns = [[f"[RANK 0] main {number}", *(f"[RANK {rank}] turn {number}" for rank in range(3))] for number in range(3)]
-    assert lines[:12] == sum(turns, [])
+    assert lines[:12] == [line for turn in turns for line in turn]
     assert sorted(lines[12:15]) == [f"[RANK {rank}] all" for rank in range(3)]
     assert lines[15:] == ["[RANK 1] quiet", "[RANK 2] quiet"]

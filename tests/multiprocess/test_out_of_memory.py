@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,7 @@ def train(batch_size: int, largest: int, steps: int = 1) -> tuple[list[float], i
 
 
 def shrinks_on_all_ranks() -> dict[str, Any]:
+    gc.freeze()  # every try collects garbage; what came with the fork need not be looked through each time
     lines = Lines()
     logging.getLogger("accelerate.collectives.out_of_memory").addHandler(lines)
     tried: list[tuple[int, int]] = []

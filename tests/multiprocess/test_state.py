@@ -92,9 +92,10 @@ def printed() -> str:
 
 
 def split() -> list[Any]:
-    with PartialState().split_between_processes(list("abcd")) as mine, Accelerator().split_between_processes(
-        {"x": torch.arange(1)}, apply_padding=True
-    ) as padded:
+    with (
+        PartialState().split_between_processes(list("abcd")) as mine,
+        Accelerator().split_between_processes({"x": torch.arange(1)}, apply_padding=True) as padded,
+    ):
         return [mine, padded["x"].tolist()]
 
 
@@ -155,7 +156,7 @@ def test_print_speaks_once(found: list[dict[str, Any]]) -> None:
 
 
 def test_shares(found: list[dict[str, Any]]) -> None:
-    assert sum((result["split"][0] for result in found), []) == list("abcd")
+    assert [letter for result in found for letter in result["split"][0]] == list("abcd")
     assert all(result["split"][1] == [0] for result in found)
 
 

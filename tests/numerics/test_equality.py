@@ -32,8 +32,15 @@ pytestmark = pytest.mark.multiprocess
 
 WORLD_SIZES = (1, 2, 3)
 RECIPES = {
-    f"{optimizer}-{'clip' if clip else 'free'}-{'shuffled' if shuffle else 'in order'}": Recipe(optimizer, clip, shuffle)
-    for optimizer, clip, shuffle in (("sgd", None, False), ("sgd", 0.3, True), ("adamw", None, True), ("adamw", 0.3, False))
+    f"{optimizer}-{'clip' if clip else 'free'}-{'shuffled' if shuffle else 'in order'}": Recipe(
+        optimizer, clip, shuffle
+    )
+    for optimizer, clip, shuffle in (
+        ("sgd", None, False),
+        ("sgd", 0.3, True),
+        ("adamw", None, True),
+        ("adamw", 0.3, False),
+    )
 }
 UNEVEN = {name: Recipe(r.optimizer, r.clip, r.shuffle, samples=31) for name, r in RECIPES.items()}
 
@@ -51,9 +58,7 @@ def layouts(world_size: int) -> dict[str, Layout]:
         "split and accumulation": Layout(6, 2, loaders={"split_batches": True}),
         "dispatch": Layout(whole, loaders={"dispatch_batches": True}),
         "dispatch and split": Layout(12, loaders={"dispatch_batches": True, "split_batches": True}),
-        "dispatch, accumulation and evaluation": Layout(
-            half, 2, loaders={"dispatch_batches": True}, evaluates=True
-        ),
+        "dispatch, accumulation and evaluation": Layout(half, 2, loaders={"dispatch_batches": True}, evaluates=True),
         "global batch size": Layout(whole, global_batch_size=12),
     }
 
@@ -94,7 +99,9 @@ def train_two_models() -> dict[str, Any]:
                 for optimizer in (sgd, adamw):
                     optimizer.step()
                     optimizer.zero_grad()
-    return {name: copy_weights(accelerator.unwrap_model(model)) for name, model in (("first", first), ("second", second))}
+    return {
+        name: copy_weights(accelerator.unwrap_model(model)) for name, model in (("first", first), ("second", second))
+    }
 
 
 def train_two_plain_models() -> dict[str, Any]:

@@ -175,7 +175,7 @@ def tokens_without_accumulate_after_a_loop_with_it() -> Gradients:
 def tokens_in_a_global_batch() -> Gradients:
     """Ranks hold different numbers of sentences, in the last window some hold none."""
     accelerator = fresh_accelerator(global_batch_size=6)
-    loader = DataLoader(Sentences(13), batch_size=BATCH, collate_fn=list)
+    loader = DataLoader(Sentences(14), batch_size=BATCH, collate_fn=list)
     model, loader = accelerator.prepare(make_line(), loader)
     gradients = []
     for batch in loader:
@@ -296,7 +296,7 @@ def test_items_are_counted_under_a_gradient_scaler(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_items_are_counted_over_the_samples_of_a_global_batch(world_size: int) -> None:
     for found in results(world_size):
-        assert_gradients(found["tokens_in_a_global_batch"], cut(Sentences(13).rows, 6))
+        assert_gradients(found["tokens_in_a_global_batch"], cut(Sentences(14).rows, 6))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

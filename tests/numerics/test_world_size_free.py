@@ -21,6 +21,7 @@ from tests.support.training import (
     train_plain,
 )
 from torch.utils.data import DataLoader
+from transformers import get_scheduler
 
 from accelerate._base import warn_once
 from accelerate._base.errors import ConfigurationError, UsageError
@@ -101,6 +102,15 @@ def pace_warnings(
         "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=horizon),
         "one cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=horizon),
         "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "transformers": lambda: get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=horizon),
+        "sequence": lambda: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=horizon - 4),
+            ],
+            milestones=[4],
+        ),
     }
     scheduler = schedules[schedule]()
     model, optimizer, scheduler, loader = accelerator.prepare(
@@ -119,21 +129,23 @@ def pace_warnings(
 
 
 def pace() -> dict[str, list[str]]:
+    world_size = fresh_accelerator().num_processes
     return {
         "short": pace_warnings(horizon=10),
         "cosine": pace_warnings("cosine", horizon=10),
         "unknown": pace_warnings("lambda"),
+        "transformers, short": pace_warnings("transformers", horizon=10),
+        "sequence, short": pace_warnings("sequence", horizon=10),
+        "transformers": pace_warnings("transformers", horizon=24),
+        "sequence": pace_warnings("sequence", horizon=24),
+        "prepared length": pace_warnings(horizon=-(-24 // (5 * world_size)) * world_size * 2, batch_size=5),
         "one epoch": pace_warnings(horizon=12),
         "three epochs": pace_warnings(horizon=36),
         "one cycle": pace_warnings("one cycle", horizon=24),
         "accumulated epoch": pace_warnings(horizon=6, steps=2),
         "accumulated, short": pace_warnings(horizon=5, steps=2),
-        "dispatched epoch": pace_warnings(
-            horizon=12, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)
-        ),
-        "split": pace_warnings(
-            horizon=10, batch_size=6, dataloader_config=DataLoaderConfiguration(split_batches=True)
-        ),
+        "dispatched epoch": pace_warnings(horizon=12, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)),
+        "split": pace_warnings(horizon=10, batch_size=6, dataloader_config=DataLoaderConfiguration(split_batches=True)),
         "by hand": pace_warnings(horizon=10, step_scheduler_with_optimizer=False),
         "world-size-free": pace_warnings(horizon=10, global_batch_size=4),
     }
@@ -179,7 +191,16 @@ def test_a_whole_global_batch_needs_no_accumulate() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("name", "horizon"), [("short", 10), ("cosine", 10), ("accumulated, short", 5)])
+@pytest.mark.parametrize(
+    ("name", "horizon"),
+    [
+        ("short", 10),
+        ("cosine", 10),
+        ("transformers, short", 10),
+        ("sequence, short", 10),
+        ("accumulated, short", 5),
+    ],
+)
 def test_a_schedule_that_ends_too_early_is_named_once_with_both_numbers(
     name: str, horizon: int, world_size: int
 ) -> None:
@@ -198,8 +219,19 @@ def test_a_schedule_of_unknown_length_is_named_once(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "name",
-    ["one epoch", "three epochs", "one cycle", "accumulated epoch", "dispatched epoch", "split", "by hand"]
-    + ["world-size-free"],
+    [
+        "transformers",
+        "sequence",
+        "prepared length",
+        "one epoch",
+        "three epochs",
+        "one cycle",
+        "accumulated epoch",
+        "dispatched epoch",
+        "split",
+        "by hand",
+        "world-size-free",
+    ],
 )
 def test_a_schedule_that_was_written_for_this_pace_is_not_named(name: str, world_size: int) -> None:
     for found in results(world_size):

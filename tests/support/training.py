@@ -197,10 +197,14 @@ def copy_weights(model: torch.nn.Module) -> WEIGHTS:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def assert_near(name: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+
+
 def assert_same_weights(found: WEIGHTS, expected: WEIGHTS, tolerance: float = 1e-10) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+        assert_near(name, found[name], value, tolerance)
 
 
 def assert_same_outcome(found: Outcome, expected: Outcome, tolerance: float = 1e-10) -> None:
@@ -208,7 +212,7 @@ def assert_same_outcome(found: Outcome, expected: Outcome, tolerance: float = 1e
     assert len(found.losses) == len(expected.losses)
     for name in ("rates", "losses"):
         left, right = (torch.tensor(getattr(side, name), dtype=torch.float64) for side in (found, expected))
-        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
+        assert_near(name, left, right, tolerance)
     assert_same_weights(found.weights, expected.weights, tolerance)
 
 

@@ -31,7 +31,7 @@ def line() -> int:
 def test_an_error_before_the_start() -> None:
     logger = get_logger("tests.early")
     assert isinstance(logger, MultiProcessAdapter)
-    with pytest.raises(UsageError, match="'tests.early' was used before"):
+    with pytest.raises(UsageError, match=r"'tests\.early' was used before"):
         logger.info("nobody knows the rank")
 
 

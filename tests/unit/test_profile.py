@@ -54,13 +54,19 @@ def test_a_schedule_records_the_steps_it_names(tmp_path: Path) -> None:
 
 
 def test_an_unknown_activity() -> None:
-    with pytest.raises(ConfigurationError, match=r"activities=\['gpu9'\].*Write some of cpu"):
-        with Accelerator().profile(ProfileKwargs(activities=["gpu9"])):  # type: ignore[list-item]
-            pass
+    options = ProfileKwargs(activities=["gpu9"])  # type: ignore[list-item]
+    with (
+        pytest.raises(ConfigurationError, match=r"activities=\['gpu9'\].*Write some of cpu"),
+        Accelerator().profile(options),
+    ):
+        pass
 
 
 def test_an_error_in_the_block_comes_out(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="inside"), Accelerator().profile(ProfileKwargs(output_trace_dir=str(tmp_path))):
+    with (
+        pytest.raises(ValueError, match="inside"),
+        Accelerator().profile(ProfileKwargs(output_trace_dir=str(tmp_path))),
+    ):
         raise ValueError("inside")
 
 

@@ -63,6 +63,16 @@ def test_reset_empties_and_the_next_instance_starts_anew() -> None:
     assert accelerator.mixed_precision == "no"  # a view of what is in force, as every state is
 
 
+def test_another_accelerator_with_other_settings_after_a_reset() -> None:
+    first = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4, cpu=True)
+    first.prepare(torch.nn.Linear(1, 1))
+    first.reset()
+    assert PartialState._shared_state == AcceleratorState._shared_state == GradientState._shared_state == {}
+    assert not first._models
+    second = Accelerator()
+    assert (second.mixed_precision, second.gradient_accumulation_steps, second._models) == ("no", 1, [])
+
+
 OLD: list[Any] = [
     lambda old: old.device,
     lambda old: old.process_index,
@@ -109,7 +119,7 @@ def test_settings_that_contradict_what_is_in_force() -> None:
     Accelerator(mixed_precision="bf16")
     Accelerator(mixed_precision="bf16")
     Accelerator()
-    with pytest.raises(ConfigurationError, match="mixed_precision='fp16'.*already uses 'bf16'"):
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16'.*already uses 'bf16'"):
         Accelerator(mixed_precision="fp16")
     with pytest.raises(ConfigurationError, match="already uses 'bf16'"):
         AcceleratorState(mixed_precision="no")

@@ -246,12 +246,16 @@ class PreparingMixin:
         return prepared
 
     def _single_process_lengths(self) -> list[int]:
-        """Return how many optimizer steps an epoch of each loader would have on one process."""
+        """Return how many steps a schedule written for one process may count in an epoch of each loader.
+
+        That is the length of the loader before it was shared, or the length after it times the number of processes.
+        """
         lengths = []
+        steps, processes = GradientState().num_steps, current.runtime().world_size
         for loader in self._dataloaders:
             with suppress(TypeError, AttributeError):
                 batches = getattr(loader.batch_sampler, "total_length", None) or len(loader)
-                lengths.append(-(-batches // GradientState().num_steps))
+                lengths += [-(-batches // steps), -(-len(loader) // steps) * processes]
         return lengths
 
     def prepare_data_loader(
@@ -321,7 +325,7 @@ class PreparingMixin:
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects and free their memory; assign the result to the names that held `objects`."""
         count = len(objects)
         del objects
@@ -333,7 +337,7 @@ class PreparingMixin:
         clear_device_cache(garbage_collection=True)
         return [None] * count
 
-    def clear(self, *objects: Any) -> list[None]:
+    def clear(self, *objects: Any) -> list[Any]:
         """Do the same as `free_memory`."""
         return self.free_memory(*objects)
 

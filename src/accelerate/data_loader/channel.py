@@ -18,7 +18,7 @@ from .packing import Parcel, Unpacker
 
 _FIELDS = 16
 _HEADER_BYTES = _FIELDS * 8
-_FIRST_CAPACITY = 1 << 14
+_FIRST_CAPACITY = 1 << 12
 _IN_FLIGHT = 2
 UNKNOWN = -1
 
@@ -111,7 +111,7 @@ class Sender:
             line.structure = parcel.structure
         begin = _HEADER_BYTES + _padded(len(structure) + len(others))
         size = begin + (0 if parcel is None else parcel.tensor_bytes)
-        if size > line.capacity or size * 8 < line.capacity > _FIRST_CAPACITY:
+        if size > line.capacity or size * 4 < line.capacity > _FIRST_CAPACITY:
             capacity = max(_FIRST_CAPACITY, _padded(size + size // 8))
             self._post(line, rank, self._frame(line, header._replace(kind=Kind.RESIZE, capacity=capacity)))
             line.capacity = capacity

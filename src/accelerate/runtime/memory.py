@@ -28,7 +28,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     backend.empty_cache()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: Any) -> list[Any]:
     """Drop the references to `objects` and free what they held; assign the result to the names that held them.
 
     Example:

@@ -153,9 +153,8 @@ def test_handlers_of_different_classes_go_together() -> None:
 
 
 def test_an_engine_switched_on_by_the_environment() -> None:
-    with patch_environment(accelerate_use_megatron_lm="true"):
-        with pytest.raises(ConfigurationError, match="The engine 'megatron' was asked for"):
-            Accelerator()
+    with patch_environment(accelerate_use_megatron_lm="true"), pytest.raises(ConfigurationError, match="'megatron'"):
+        Accelerator()
     assert current.active() is None
 
 
@@ -270,9 +269,7 @@ def prepare_in_a_group() -> dict[str, Any]:
         "spread": refused(lambda: accelerator.prepare(spread)),
         "odd": refused(lambda: splitting.prepare(untouched, odd)),
         "untouched": not splitting._models and not hasattr(untouched, "_is_accelerate_prepared"),
-        "unknown": refused(
-            lambda: splitting.prepare(torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=None))
-        ),
+        "unknown": refused(lambda: splitting.prepare(torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=None))),
     }
 
 

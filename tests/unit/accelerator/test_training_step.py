@@ -1,10 +1,8 @@
-"""The training step on one process: the clock, the scaler, the schedule, the number formats."""
+"""The training step on one process: the clock, the scaler, the schedule."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import io
 import pickle
 from typing import Any
 
@@ -15,12 +13,9 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate._base.errors import ConfigurationError
-from accelerate.precision.amp import AutocastForward
 from accelerate.utils import (
-    AutocastKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
-    extract_model_from_parallel,
     patch_environment,
 )
 
@@ -102,7 +97,7 @@ class TestClock:
                 assert accelerator.gradient_state.in_dataloader
                 if ending == "break":
                     break
-                raise KeyError  # noqa: TRY301
+                raise KeyError
         except KeyError:
             pass
         assert accelerator.gradient_state.active_dataloader is None
@@ -389,106 +384,6 @@ class TestScheduler:
         for stepping in rest:
             stepping.step()
         assert [schedule.get_last_lr()[0] for schedule in rest[2:]] == [1.0, 0.5]
-
-
-class Shaped(torch.nn.Module):
-    """A model with an output structure and a signature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = torch.nn.Linear(FEATURES, 2)
-        self.calls: list[torch.dtype] = []
-
-    def forward(self, inputs: torch.Tensor, *, scale: float = 1.0) -> dict[str, Any]:
-        hidden = self.line(inputs)
-        self.calls.append(hidden.dtype)
-        return {"logits": hidden * scale, "parts": [hidden, (hidden.sum(), "text")], "ids": inputs.argmax(1)}
-
-
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.mark.parametrize("precision", HALVES)
-class TestHalfPrecision:
-    def test_outputs_are_float32_and_computed_in_half(self, precision: str) -> None:
-        model = Accelerator(mixed_precision=precision).prepare(Shaped())
-        outputs = model(torch.ones(3, FEATURES), scale=2.0)
-        assert model.calls == [HALVES[precision]]
-        assert outputs["logits"].dtype == outputs["parts"][0].dtype == outputs["parts"][1][0].dtype == FLOAT32
-        assert (outputs["ids"].dtype, outputs["parts"][1][1]) == (torch.int64, "text")
-        assert {parameter.dtype for parameter in model.parameters()} == {FLOAT32}
-
-    def test_a_second_prepare_does_not_wrap_again(self, precision: str) -> None:
-        accelerator = Accelerator(mixed_precision=precision)
-        model = accelerator.prepare(Shaped())
-        forward = model.forward
-        assert accelerator.prepare(model) is model
-        assert Accelerator(mixed_precision=precision).prepare(model) is model
-        assert model.forward is forward
-        assert not isinstance(forward.__wrapped__, AutocastForward)
-        assert accelerator.precision.wrap_forward(model).forward is forward
-
-    def test_the_signature_stays(self, precision: str) -> None:
-        plain = Shaped()
-        model = Accelerator(mixed_precision=precision).prepare(Shaped())
-        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
-        assert model.forward.__name__ == "forward"
-
-    @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-    def test_a_prepared_model_can_be_copied(self, precision: str, how: str) -> None:
-        model = Accelerator(mixed_precision=precision).prepare(Shaped())
-        model(torch.ones(1, FEATURES))
-        if how == "torch.save":
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            other = torch.load(file, weights_only=False)
-        else:
-            other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-        with torch.no_grad():
-            other.line.weight.zero_()
-            other.line.bias.fill_(5.0)
-        assert other(torch.ones(1, FEATURES))["logits"].tolist() == [[5.0, 5.0]]
-        assert (len(model.calls), other.calls) == (1, [HALVES[precision]] * 2)
-        restored = extract_model_from_parallel(other, keep_fp32_wrapper=False)
-        assert (restored is other, restored.forward.__self__ is other) == (True, True)
-        assert other(torch.ones(1, FEATURES))["logits"].dtype == FLOAT32
-        assert other.calls[-1] == FLOAT32
-
-    def test_unwrapping_restores_the_forward(self, precision: str) -> None:
-        accelerator = Accelerator(mixed_precision=precision)
-        model = accelerator.prepare(Shaped())
-        assert accelerator.unwrap_model(model) is model
-        model(torch.ones(1, FEATURES))
-        assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
-        assert "forward" not in vars(model)
-        model(torch.ones(1, FEATURES))
-        assert model.calls == [HALVES[precision], FLOAT32]
-
-    def test_a_forward_of_the_instance_comes_back(self, precision: str) -> None:
-        accelerator = Accelerator(mixed_precision=precision)
-        model = torch.nn.Linear(2, 2)
-        model.forward = own = lambda inputs: inputs * 3  # type: ignore[assignment]
-        prepared = accelerator.prepare(model)
-        assert prepared(torch.ones(1)).item() == 3
-        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False).forward is own
-
-    def test_autocast_is_a_context(self, precision: str) -> None:
-        accelerator = Accelerator(mixed_precision=precision)
-        line = torch.nn.Linear(2, 2)
-        with accelerator.autocast():
-            assert line(torch.ones(1, 2)).dtype == HALVES[precision]
-            with accelerator.autocast(AutocastKwargs(enabled=False)):
-                assert line(torch.ones(1, 2)).dtype == FLOAT32
-        assert line(torch.ones(1, 2)).dtype == FLOAT32
-
-    def test_autocast_can_be_switched_off_for_a_run(self, precision: str) -> None:
-        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[AutocastKwargs(enabled=False)])
-        model = accelerator.prepare(Shaped())
-        model(torch.ones(1, FEATURES))
-        with accelerator.autocast():
-            assert torch.nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype == FLOAT32
-        assert model.calls == [FLOAT32]
 
 
 class TestAccelerator:

@@ -251,6 +251,6 @@ def installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def test_a_package_brings_its_hardware_by_an_entry_point(installed_plugin: None) -> None:
-    assert [backend.type for backend in registry.all_backends()][0] == "warp"
+    assert registry.all_backends()[0].type == "warp"
     assert registry.get("warp").label is DistributedType.MULTI_MUSA
     assert registry.default().value is registry.get("warp")

@@ -17,12 +17,14 @@ from accelerate.config.env import patch_environment
 from accelerate.config.sections.dynamo import TorchDynamoPlugin
 from accelerate.parallel.compile import (
     compile_regions,
-    compile_regions_in_place,
     has_compiled_regions,
     has_repeated_blocks,
     is_compiled_module,
 )
 from accelerate.parallel.unwrap import extract_model_from_parallel
+
+# torch's own tracer looks at the gradient of an activation, where warnings are not errors for it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
 class Block(torch.nn.Module):
@@ -99,7 +101,9 @@ def test_a_plugin_compiles_the_whole_model() -> None:
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
 
 
-def test_inductor_by_the_argument() -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, when it loads its compiler
+def test_inductor_by_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")  # the compiler sets it and leaves it
     model = Model()
     expected = trained_eagerly(model)
     accelerator = Accelerator(dynamo_backend="inductor")
@@ -169,14 +173,6 @@ def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
     assert is_compiled_module(compiled)
     compiled(torch.ones(1, 2))
     assert graphs()[0] == 1
-
-
-def test_regions_in_place() -> None:
-    model = Model()
-    compile_regions_in_place(model, backend="aot_eager")
-    model(torch.ones(1, 2))
-    assert graphs()[0] == 1
-    assert type(model.blocks[0]) is Block
 
 
 def test_the_modes_of_a_twin_and_its_original() -> None:

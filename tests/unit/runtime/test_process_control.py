@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy
@@ -22,7 +23,7 @@ def shares(inputs: Any, world_size: int, apply_padding: bool = False) -> list[An
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 9))
 def test_shares_are_the_inputs_in_order_once_each(inputs: list[int], world_size: int) -> None:
     found = shares(inputs, world_size)
-    assert sum(found, []) == inputs
+    assert list(itertools.chain(*found)) == inputs
     lengths = [len(share) for share in found]
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
@@ -43,7 +44,7 @@ def test_bounds_touch_and_cover(length: int, world_size: int) -> None:
     bounds = [share_bounds(length, rank, world_size) for rank in range(world_size)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == length
-    assert all(left[1] == right[0] for left, right in zip(bounds, bounds[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,11 @@ def test_a_dataset() -> None:
     found = shares(data, 3)
     assert all(isinstance(share, Dataset) for share in found)
     assert [list(share["number"]) for share in found] == [[0, 1], [2, 3], [4]]
-    assert [list(share["text"]) for share in shares(data, 3, apply_padding=True)] == [["a", "b"], ["c", "d"], ["e", "e"]]
+    assert [list(share["text"]) for share in shares(data, 3, apply_padding=True)] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["e", "e"],
+    ]
     assert [len(share) for share in shares(data.select([0]), 3)] == [1, 0, 0]
 
 

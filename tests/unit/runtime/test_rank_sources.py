@@ -101,9 +101,7 @@ def test_a_variable_that_is_no_number_is_named(variables: dict[str, str]) -> Non
     assert any(name in str(caught.value) and repr(text) in str(caught.value) for name, text in variables.items())
 
 
-@pytest.mark.parametrize(
-    ("rank", "world_size", "local_rank"), [(2, 2, 0), (-1, 2, 0), (0, 0, 0), (0, 2, -1)]
-)
+@pytest.mark.parametrize(("rank", "world_size", "local_rank"), [(2, 2, 0), (-1, 2, 0), (0, 0, 0), (0, 2, -1)])
 def test_ranks_that_cannot_be(rank: int, world_size: int, local_rank: int) -> None:
     with pytest.raises(ConfigurationError, match=f"rank {rank}, world size {world_size}"):
         Topology(rank, world_size, local_rank, 1, "torchrun")

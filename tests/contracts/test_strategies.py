@@ -1,0 +1,184 @@
+"""Every strategy in every number format trains, unwraps, saves and lets go in the same way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tests.support.training import FEATURES, copy_weights, fresh_accelerator, group_once, make_data, make_model
+from torch.utils.data import DataLoader
+
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.sections.dynamo import TorchDynamoPlugin
+from accelerate.precision import registry as precisions
+from accelerate.precision.base import Precision
+from accelerate.runtime import current
+from accelerate.session.request import EngineRequest
+from accelerate.strategies import registry as strategies
+from accelerate.strategies.base import Capabilities, Strategy, StrategyContext
+from accelerate.utils import GradScalerKwargs
+
+pytestmark = pytest.mark.multiprocess
+
+STRATEGIES = {strategy.name: strategy for strategy in strategies.all_strategies()}
+WORLD_SIZES = (1, 2)
+
+
+def runs_here(strategy: type[Strategy], world_size: int) -> bool:
+    """Return whether a run without an engine's plugin on so many processes can be this strategy's."""
+    return strategy.engine is None and (strategy.caps.replicates == (world_size > 1))
+
+
+def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
+    """Prepare, train two steps, unwrap, read the weights and let go; return what was seen."""
+    # The scale that float16 starts with by default would overflow at the first steps.
+    options = [GradScalerKwargs(init_scale=1024.0)]
+    accelerator = fresh_accelerator(mixed_precision=precision, kwargs_handlers=options)
+    assert accelerator.strategy.name == name
+    user = make_model(dtype=torch.float32)
+    start, keys = copy_weights(user), list(user.state_dict())
+    optimizer = torch.optim.SGD(user.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(
+        user, optimizer, DataLoader(make_data(4 * accelerator.num_processes, torch.float32), batch_size=2)
+    )
+    losses = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            outputs = model(inputs)
+            loss = (outputs - targets).square().mean()
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    weights = accelerator.get_state_dict(model)
+    gone = weakref.ref(model)
+    found = {
+        "steps": len(losses),
+        "finite": bool(torch.isfinite(torch.tensor(losses)).all() and torch.isfinite(norm)),
+        "output": outputs.dtype,
+        "unwraps": inner is user,
+        "forward": "forward" not in vars(inner),
+        "keys": list(weights) == list(inner.state_dict()) == keys,
+        "moved": all(not value.equal(start[key]) for key, value in weights.items()),
+        "spread": max((accelerator.gather(value[None]) - value).abs().max().item() for value in weights.values()),
+        "shard": accelerator.strategy.data_shard() == (accelerator.process_index, accelerator.num_processes),
+    }
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    del user, inner, weights, outputs, loss
+    gc.collect()
+    return {**found, "freed": (model, optimizer, loader) == (None, None, None) and gone() is None}
+
+
+def every_life(world_size: int) -> dict[str, Any]:
+    return {
+        f"{name}/{precision}": life_of_a_model(name, precision)
+        for name, strategy in STRATEGIES.items()
+        if runs_here(strategy, world_size)
+        for precision in precisions.FORMATS
+    }
+
+
+@pytest.mark.parametrize("precision", precisions.FORMATS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_lives_the_same_life_everywhere(name: str, precision: str) -> None:
+    sizes = [size for size in WORLD_SIZES if runs_here(STRATEGIES[name], size)]
+    if not sizes:
+        pytest.skip(f"{name} is selected by a plugin of its engine")
+    for size in sizes:
+        for found in group_once(every_life, size, size):
+            assert found[f"{name}/{precision}"] == {
+                "steps": 2,
+                "finite": True,
+                "output": torch.float32,
+                "unwraps": True,
+                "forward": True,
+                "keys": True,
+                "moved": True,
+                "spread": 0.0,
+                "shard": True,
+                "freed": True,
+            }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_names_itself(name: str) -> None:
+    strategy = STRATEGIES[name]
+    assert len(STRATEGIES) == len(strategies.all_strategies())
+    assert isinstance(strategy.caps, Capabilities)
+    assert strategy.label(current.runtime()) in DistributedType
+    answer = strategy.selected(EngineRequest.from_plugins(), current.runtime())
+    assert isinstance(answer, Choice)
+    assert answer.reason
+
+
+@pytest.mark.parametrize("name", precisions.FORMATS)
+class TestNumberFormats:
+    def make(self, name: str) -> Precision:
+        return precisions.make(name, current.runtime().backend)
+
+    def test_it_knows_its_name(self, name: str) -> None:
+        precision = self.make(name)
+        assert (precision.name, precision.native_amp) == (name, name != "no")
+
+    def test_it_wraps_a_model_once_and_in_place(self, name: str) -> None:
+        precision, model = self.make(name), make_model(dtype=torch.float32)
+        assert precision.wrap_forward(model) is model
+        forward = vars(model).get("forward")
+        assert precision.wrap_forward(model) is model
+        assert vars(model).get("forward") is forward
+        with precision.autocast():
+            assert model(torch.ones(1, FEATURES)).dtype == torch.float32
+
+    def test_gradients_are_those_of_the_loss_once_unscaled(self, name: str) -> None:
+        precision, line = self.make(name), torch.nn.Linear(1, 1)
+        precision.backward(line(torch.ones(1, 1)).sum())
+        scale = precision.scaler.get_scale() if precision.scaler is not None else 1.0
+        assert line.weight.grad is not None
+        assert line.weight.grad.item() / scale == 1.0
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"fp4.*bf16, fp16, no"):
+        precisions.make("fp4", current.runtime().backend)
+
+
+class Doubling(Strategy):
+    """A strategy from outside: it doubles every gradient."""
+
+    name = "doubling"
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss * 2, **kwargs)
+
+
+def test_a_registered_strategy_is_asked_first_and_runs() -> None:
+    strategies.register(Doubling)
+    try:
+        accelerator = fresh_accelerator()
+        assert accelerator.strategy.name == "doubling"
+        model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        assert model.weight.grad.item() == 2.0
+    finally:
+        strategies.unregister(Doubling)
+    assert Doubling not in strategies.all_strategies()
+    assert fresh_accelerator().strategy.name == "single"
+
+
+def test_steps_are_done_in_order() -> None:
+    """Autocast is innermost, the wrapper comes before a compiler of the whole model, evaluation leaves it out."""
+    context = StrategyContext(current.runtime(), Precision(), TorchDynamoPlugin(backend="no"))
+    strategy = Strategy(context)
+
+    def names(**options: bool) -> list[str]:
+        return [step.__name__ for step in strategy.steps(**options)]
+
+    assert names(place=True, evaluation=False) == ["wrap_forward", "place", "compile_blocks", "wrap", "compile_whole"]
+    assert names(place=False, evaluation=True) == ["wrap_forward", "compile_blocks", "compile_whole"]

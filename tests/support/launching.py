@@ -1,0 +1,71 @@
+"""Configurations and surroundings for tests of the launchers, and the launcher as a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate.config.machine import Machine
+from accelerate.config.run_config import Origin, Resolved, RunConfig, Source
+from accelerate.config.sections.launch import options
+from accelerate.launch.site import Site
+from tests.support.processes import script_environment
+
+PYTHON = "python3"
+
+
+def make_config(
+    script: str = "train.py",
+    arguments: Sequence[str] = (),
+    *,
+    file: Mapping[str, Any] | None = None,
+    detected: Mapping[str, Any] | None = None,
+    **flags: Any,
+) -> RunConfig:
+    """Return a configuration: defaults, then what was detected, what a file gave, and what was typed."""
+    values = {name: Resolved(option.default, Origin(Source.DEFAULT)) for name, option in options().items()}
+    values["training_script"] = Resolved(script, Origin(Source.FLAG))
+    values["training_script_args"] = Resolved(list(arguments), Origin(Source.FLAG))
+    layers = ((detected or {}, Source.DETECTED), (file or {}, Source.FILE), (flags, Source.FLAG))
+    for given, source in layers:
+        for name, value in given.items():
+            detail = f"--{name}" if source is Source.FLAG else ""
+            assert name in values, f"{name} is not an option"
+            values[name] = Resolved(value, Origin(source, detail))
+    return RunConfig(values, machine=Machine(cpu_count=8))
+
+
+def make_site(environment: Mapping[str, str] | None = None, **facts: Any) -> Site:
+    """Return surroundings of a machine with eight cores on which every port is free."""
+    site = Site(environment=dict(environment or {}), python=PYTHON, physical_cores=lambda: 8)
+    return dataclasses.replace(site, **facts)
+
+
+def launch_command(*arguments: str) -> list[str]:
+    """Return the command of `accelerate launch` for the package under test."""
+    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *arguments]
+
+
+def launch(
+    *arguments: str, env: Mapping[str, str] | None = None, cwd: Any = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `accelerate launch` to its end."""
+    return subprocess.run(
+        launch_command(*arguments),
+        env=launch_environment(env),
+        cwd=cwd,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def launch_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment without the variables of another launcher or a configuration of this user."""
+    around = script_environment({"HF_HOME": "does-not-exist", **(env or {})})
+    ours = ("ACCELERATE_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
+    return {name: value for name, value in around.items() if name in (env or {}) or not name.startswith(ours)}
