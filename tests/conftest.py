@@ -23,6 +23,7 @@ FOREIGN_VARIABLES = (
     "PYTEST_",
     "KMP_",
     "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
     "TORCH_",
     "TRITON_",
     "PYTORCH_",

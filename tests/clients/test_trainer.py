@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.support.processes import run_script, script_environment
 
 pytest.importorskip("transformers")

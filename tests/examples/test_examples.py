@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
 from tests.support.processes import ROOT, run_script, script_environment
 
 EXAMPLES = ROOT / "examples"

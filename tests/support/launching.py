@@ -49,9 +49,7 @@ def launch_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *arguments]
 
 
-def launch(
-    *arguments: str, env: Mapping[str, str] | None = None, cwd: Any = None
-) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, env: Mapping[str, str] | None = None, cwd: Any = None) -> subprocess.CompletedProcess[str]:
     """Run `accelerate launch` to its end."""
     return subprocess.run(
         launch_command(*arguments),

@@ -13,7 +13,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.precision.amp import AutocastForward
-from accelerate.utils import AutocastKwargs, extract_model_from_parallel
+from accelerate.utils import AutocastKwargs, extract_model_from_parallel, load
 
 FEATURES = 5
 FLOAT32 = torch.float32
@@ -70,7 +70,7 @@ class TestHalfPrecision:
             file = io.BytesIO()
             torch.save(model, file)
             file.seek(0)
-            other = torch.load(file, weights_only=False)
+            other = load(file, weights_only=False)
         else:
             other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
         with torch.no_grad():

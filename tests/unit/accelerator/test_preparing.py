@@ -191,7 +191,7 @@ def test_a_model_spread_over_devices_stays_where_it_is(elsewhere: None) -> None:
     assert accelerator.prepare(model)[0].weight.device.type == "cpu"
 
 
-class OwnLoader:
+class PlainLoader:
     """Batches from somewhere, in no class of torch."""
 
     batch_size = 2
@@ -204,10 +204,10 @@ class OwnLoader:
 
 
 def test_loaders_of_custom_classes(elsewhere: None) -> None:
-    own = OwnLoader()
+    own = PlainLoader()
     assert Accelerator().prepare(own) is own
     current.reset()
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(custom_classes=(OwnLoader,)))
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(custom_classes=(PlainLoader,)))
     prepared = accelerator.prepare(own)
     assert [batch.device.type for batch in prepared] == ["meta"] * 4
     assert accelerator._dataloaders == [prepared]
