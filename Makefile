@@ -46,7 +46,7 @@ $(REFERENCE_VENV)/.ready: constraints.txt
 # --- targets ---------------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/digits_cnn.py --output demo-output
+	$(BIN)/accelerate launch --cpu --num_processes 2 examples/digits_cnn.py --output demo-output
 
 test: check unit-tests group-tests
 

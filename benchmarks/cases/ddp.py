@@ -15,7 +15,7 @@ import accelerate
 from accelerate import Accelerator
 
 BATCH = 32
-STEPS = 20
+STEPS = 16
 WIDTH = 512
 
 
@@ -30,8 +30,7 @@ def make_rows(world_size: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, WIDTH), torch.randint(0, 10, (count,)))
 
 
-def by_hand(world_size: int) -> Loop:
-    rows = make_rows(world_size)
+def by_hand(rows: TensorDataset) -> Loop:
     loader = DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows))
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -49,11 +48,11 @@ def by_hand(world_size: int) -> Loop:
     return loop
 
 
-def accelerated(accelerator: Accelerator) -> Loop:
+def accelerated(accelerator: Accelerator, rows: TensorDataset) -> Loop:
     plain_model = make_model()
     plain_optimizer = torch.optim.SGD(plain_model.parameters(), lr=1e-4)
     plain_scheduler = torch.optim.lr_scheduler.LambdaLR(plain_optimizer, lambda step: 1.0)
-    plain_loader = DataLoader(make_rows(accelerator.num_processes), batch_size=BATCH, shuffle=True)
+    plain_loader = DataLoader(rows, batch_size=BATCH, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(
         plain_model, plain_optimizer, plain_scheduler, plain_loader
     )
@@ -72,11 +71,12 @@ def accelerated(accelerator: Accelerator) -> Loop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    pair = {"plain": by_hand(accelerator.num_processes), "accelerate": accelerated(accelerator)}
+    rows = make_rows(accelerator.num_processes)
+    pair = {"plain": by_hand(rows), "accelerate": accelerated(accelerator, rows)}
     seconds = alternate(pair, options.rounds)
     micros = {name: [1e6 * value / STEPS for value in values] for name, values in seconds.items()}
     if accelerator.is_main_process:

@@ -15,7 +15,7 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Run each loop once a round, in turning order, and return the seconds of every round.
 
-    A busy machine slows whole stretches of time: neighbours in a round are slowed alike, medians drop the rest.
+    A busy machine slows whole stretches of time: alternating loops meet the same quiet and busy stretches.
 
     Args:
         clock: `time.process_time` for loops that never wait, so that other programs on the machine do not count.

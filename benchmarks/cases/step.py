@@ -150,7 +150,7 @@ def loops(variant: str, steps: int) -> Iterator[tuple[str, Loop]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", choices=list(ACCUMULATION), default="fp32")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     torch.set_num_threads(1)

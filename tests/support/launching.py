@@ -8,11 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accelerate.config.machine import Machine
+from tests.support.processes import script_environment
+
 from accelerate.config.run_config import Origin, Resolved, RunConfig, Source
 from accelerate.config.sections.launch import options
+from accelerate.devices.machine import Machine
 from accelerate.launch.site import Site
-from tests.support.processes import script_environment
 
 PYTHON = "python3"
 

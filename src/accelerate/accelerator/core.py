@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,15 @@ from ..session.request import EngineRequest
 from ..state import AcceleratorState, ProcessControl, resolve_precision
 from ..strategies import registry as strategies
 from ..strategies.base import StrategyContext
-from ..tracking import GeneralTracker, filter_trackers
 from .assembly import judge_accumulation, judge_dynamo, judge_loaders, sort_handlers
 from .collecting import CollectingMixin
 from .preparing import PreparingMixin
 from .tracking import TrackingMixin
 from .training import TrainingMixin
 from .window import AccumulationWindow
+
+if TYPE_CHECKING:
+    from ..tracking import GeneralTracker
 
 __all__ = ["Accelerator"]
 
@@ -139,7 +141,7 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
             **init_options,
         )
         # After the state, so that only the main process says which trackers are missing.
-        self.log_with = filter_trackers(log_with, self.logging_dir)
+        self.log_with = self._choose_trackers(log_with)
         runtime = current.runtime()
         if parallelism is not None:
             parallelism.fit(runtime.world_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -11,8 +11,10 @@ from .._base.errors import ConfigurationError
 from ..config.sections.training import ProjectConfiguration
 from ..runtime import current
 from ..state import AcceleratorState
-from ..tracking.base import BlankTracker, GeneralTracker
-from ..tracking.registry import LOGGER_TYPE_TO_CLASS, Chosen
+
+if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
+    from ..tracking import GeneralTracker
+    from ..tracking.registry import Chosen
 
 
 class TrackingMixin:
@@ -23,6 +25,14 @@ class TrackingMixin:
     project_configuration: ProjectConfiguration
     state: AcceleratorState
     _has_ended = False
+
+    def _choose_trackers(self, log_with: Any) -> list[Chosen]:
+        """Return the trackers that `log_with` names and that can be used here."""
+        if log_with is None:
+            return []
+        from ..tracking import filter_trackers
+
+        return filter_trackers(log_with, self.project_configuration.logging_dir)
 
     def init_trackers(
         self,
@@ -56,6 +66,8 @@ class TrackingMixin:
                 tracker.store_init_configuration(config)
 
     def _make_tracker(self, entry: Chosen, project_name: str, init_kwargs: dict[str, dict[str, Any]]) -> GeneralTracker:
+        from ..tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
         if isinstance(entry, GeneralTracker):
             return entry
         make: Any = LOGGER_TYPE_TO_CLASS[str(entry)]
@@ -79,6 +91,8 @@ class TrackingMixin:
             if tracker.name == str(name):
                 return tracker.tracker if unwrap else tracker
         if not self.trackers:
+            from ..tracking.base import BlankTracker
+
             return BlankTracker(str(name))
         raise ConfigurationError(
             f"There is no tracker {str(name)!r} in this run: it records with "

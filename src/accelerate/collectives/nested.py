@@ -35,6 +35,9 @@ __all__ = [
 ]
 
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+
 @dataclass
 class TensorInformation:
     """Describe a tensor without its values."""
@@ -118,6 +121,24 @@ def send_to_device(
         return kind(tensor)
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     return _send(tensor, device, non_blocking, skipped)
+
+
+def place_batch(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Move a batch that nobody else holds to the device; one that is there already is returned itself.
+
+    Every batch of a prepared loader comes here, so the common cases look at exact types only and copy nothing.
+    """
+    kind = type(batch)
+    if kind is list or kind is tuple:
+        values = batch
+    elif kind is dict:
+        values = batch.values()
+    else:
+        return send_to_device(batch, device, non_blocking)
+    for value in values:
+        if type(value) is not Tensor or value.device != device:
+            return send_to_device(batch, device, non_blocking)
+    return batch
 
 
 def _all_on(values: Iterable[Any], device: torch.device) -> bool:
@@ -245,6 +266,8 @@ def slice_tensors(
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Convert every fp16 and bf16 tensor to fp32."""
+    if type(tensor) is Tensor:  # what most models return: every forward pass in mixed precision comes here
+        return tensor.float() if tensor.dtype in _HALVES else tensor
     return recursively_apply(lambda leaf: leaf.float(), tensor, test_type=_is_half)
 
 
@@ -263,7 +286,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def _is_half(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return isinstance(value, Tensor) and value.dtype in _HALVES
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env as environment
@@ -16,6 +17,10 @@ E = TypeVar("E", bound=Enum)
 
 KEY = "knob"
 
+Shape = Literal["value", "switch", "repeat", "place", "rest", "none"]
+Reader = Literal["elastic", "launcher", "resolver"]
+"""Who reads an option in the launching process: torch's elastic agent, a launcher, or the merge of the options itself."""
+
 
 @dataclass(frozen=True)
 class Codec(Generic[T]):
@@ -23,22 +28,142 @@ class Codec(Generic[T]):
 
     Args:
         meaning: What a right text is, for messages: "a whole number".
+        adopt: Takes a value of a file, where it has a type of its own, into the text that `parse` reads; None refuses it.
     """
 
     parse: Callable[[str], T]
     format: Callable[[T], str]
     meaning: str
+    adopt: Callable[[object], str | None] = lambda value: value if isinstance(value, str) else None
+
+    def load(self, value: object) -> T:
+        """Read a value of a file, which is text or has a type of its own already.
+
+        Raises:
+            ValueError: It is of a wrong type or cannot be read.
+        """
+        text = self.adopt(value)
+        if text is None:
+            raise ValueError(f"{value!r} is a {type(value).__name__}")
+        return self.parse(text)
 
 
-TEXT: Codec[str] = Codec(parse=str, format=str, meaning="text")
-INTEGER: Codec[int] = Codec(parse=int, format=str, meaning="a whole number")
-NUMBER: Codec[float] = Codec(parse=float, format=repr, meaning="a number")
+def _adopt_scalar(*types: type) -> Callable[[object], str | None]:
+    # By exact type: to Python a bool is an int, to a reader of files it is not.
+    return lambda value: str(value) if type(value) in (str, *types) else None
+
+
+def _adopt_list(value: object) -> str | None:
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    if not all(type(entry) in (str, int, float, bool) for entry in entries):
+        return None
+    return ",".join(str(entry) for entry in entries)
+
+
+def _parse_flag(text: str) -> bool:
+    return environment.str_to_bool(text, to_bool=True)
+
+
+def _parse_flags(text: str) -> tuple[bool, ...]:
+    return tuple(_parse_flag(word) for word in text.split(","))
+
+
+TEXT: Codec[str] = Codec(parse=str, format=str, meaning="text", adopt=_adopt_scalar(int, float))
+INTEGER: Codec[int] = Codec(parse=int, format=str, meaning="a whole number", adopt=_adopt_scalar(int))
+# OpenMP lists one number for each level of nesting; the first is that of the outermost.
+THREADS: Codec[int] = dataclasses.replace(INTEGER, parse=lambda text: int(text.split(",")[0]))
+NUMBER: Codec[float] = Codec(parse=float, format=repr, meaning="a number", adopt=_adopt_scalar(int, float))
 YES_NO: Codec[bool] = Codec(
-    parse=lambda text: environment.str_to_bool(text, to_bool=True),
+    parse=_parse_flag,
     format=lambda value: "true" if value else "false",
     meaning="true or false",
+    adopt=_adopt_scalar(bool, int),
 )
+# The same with the other words that variables have always held.
+TRUE_FALSE: Codec[bool] = dataclasses.replace(YES_NO, format=str)
+ONE_ZERO: Codec[bool] = dataclasses.replace(YES_NO, format=lambda value: "1" if value else "0")
+# A switch whose variable is there only while it is on: no text is off.
+ON_TRUE: Codec[bool] = dataclasses.replace(
+    YES_NO, parse=lambda text: bool(text) and _parse_flag(text), format=lambda value: "true" if value else ""
+)
+ON_ONE: Codec[bool] = dataclasses.replace(ON_TRUE, format=lambda value: "1" if value else "")
+FLAGS: Codec[tuple[bool, ...]] = Codec(
+    parse=_parse_flags,
+    format=lambda values: ",".join(str(value) for value in values),
+    meaning="a list such as `true,false,true`",
+    adopt=_adopt_list,
+)
+# Either a yes or no, or a word: written as given, a yes or no in lower case.
+TEXT_OR_FLAG: Codec[str] = Codec(
+    parse=lambda text: text.lower() if text.lower() in ("true", "false") else text,
+    format=str,
+    meaning="true, false or a name",
+    adopt=_adopt_scalar(bool, int),
+)
+# Several names in one text, between commas.
+NAMES: Codec[str] = Codec(parse=str, format=str, meaning="names between commas", adopt=_adopt_list)
 UPPER: Codec[str] = Codec(parse=str.upper, format=str, meaning="text")
+
+
+def word_of(
+    *words: str, upper: bool = False, written_upper: bool = False, aliases: dict[str, str] | None = None
+) -> Codec[str]:
+    """Make the codec of a text that is one of a few words, in any case.
+
+    Args:
+        upper: The words are in upper case, else in lower case.
+        written_upper: Variables hold the word in upper case all the same.
+        aliases: Other spellings that are accepted, and the word each stands for.
+    """
+    by_text = {word.lower(): word for word in words}
+    by_text |= {alias.lower(): word for alias, word in (aliases or {}).items()}
+
+    def parse(text: str) -> str:
+        if text.lower() not in by_text:
+            raise ValueError(f"{text!r} is none of {', '.join(words)}")
+        return by_text[text.lower()]
+
+    def adopt(value: object) -> str | None:
+        # YAML reads the bare words `no` and `off` as False: the file says one of ours, if we have it.
+        if isinstance(value, bool):
+            return "no" if not value and "no" in by_text else None
+        return str(value) if isinstance(value, (str, int)) else None
+
+    return Codec(
+        parse=parse,
+        format=str.upper if upper or written_upper else str,
+        meaning="one of " + ", ".join(words),
+        adopt=adopt,
+    )
+
+
+def or_auto(codec: Codec[Any]) -> Codec[Any]:
+    """Make a codec that also takes the word `auto`, which an engine replaces by a value of its own."""
+    return Codec(
+        parse=lambda text: "auto" if text == "auto" else codec.parse(text),
+        format=lambda value: "auto" if value == "auto" else codec.format(value),
+        meaning=f"{codec.meaning}, or auto",
+        adopt=codec.adopt,
+    )
+
+
+def _adopt_entries(value: object) -> str | None:
+    entries = list(value) if isinstance(value, (list, tuple)) else [value]
+    return json.dumps([str(entry) for entry in entries]) if all(type(e) in (str, int, float) for e in entries) else None
+
+
+def _parse_entries(text: str) -> list[str]:
+    try:
+        entries = json.loads(text) if text.startswith("[") else [text]
+    except json.JSONDecodeError:
+        return [text]
+    return [str(entry) for entry in entries]
+
+
+# Several texts, which may hold anything: as JSON.
+REPEATED: Codec[list[str]] = Codec(
+    parse=_parse_entries, format=json.dumps, meaning="a list of texts", adopt=_adopt_entries
+)
 
 
 def member_of(enum: type[E], *, upper: bool = False) -> Codec[E]:
@@ -51,6 +176,7 @@ def member_of(enum: type[E], *, upper: bool = False) -> Codec[E]:
         parse=lambda text: enum(text.upper() if upper else text),
         format=lambda member: str(member.value),
         meaning="one of " + ", ".join(str(member.value) for member in enum),
+        adopt=lambda value: str(value.value) if isinstance(value, enum) else value if isinstance(value, str) else None,
     )
 
 
@@ -61,10 +187,20 @@ class Knob:
     Args:
         help: One line for users: in `--help`, in questions and in the documentation.
         codec: How the option's text is read and written.
-        env: The variable that gives the value where the program does not.
+        env: The variable that gives the value where the program does not. Several names between commas each hold one
+            part of a text that has commas itself.
         fallback: The value where neither the program nor the variable gives one.
         choices: The only values allowed; empty for any.
         flag: The name on the command line where it differs from the field's.
+        shape: What follows the flag on the command line: one value; nothing (a switch); one value each time it is
+            repeated; "place" and "rest" are arguments without a flag; "none" has no place on the command line.
+        short: The flag of one letter, with its dash.
+        negative: The name of the switch that turns a switch off.
+        yaml: The key in files where it differs from the field's; "" where files cannot hold the option.
+        old_keys: Keys of older files that mean the same.
+        reader: Who reads the value, if it is not (only) the worker through `env`.
+        secret: Never show the value.
+        only_if: Says, from the values of all options, whether this one means anything.
     """
 
     help: str
@@ -73,6 +209,42 @@ class Knob:
     fallback: Any = None
     choices: tuple[Any, ...] = ()
     flag: str | None = None
+    shape: Shape = "value"
+    short: str | None = None
+    negative: str | None = None
+    yaml: str | None = None
+    old_keys: tuple[str, ...] = ()
+    reader: Reader | None = None
+    secret: bool = False
+    only_if: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def encode(self, value: Any) -> dict[str, str]:
+        """Return the variables that hold a value; none where the value is off or not given."""
+        if self.env is None or value is None:
+            return {}
+        names, text = self.env.split(","), self.codec.format(value)
+        parts = text.split(",") if len(names) > 1 else [text]
+        return {name: part for name, part in zip(names, parts, strict=True) if part}
+
+    def decode(self, environ: Mapping[str, str]) -> Any:
+        """Return the value that the variables hold; None where they are not set.
+
+        Raises:
+            ConfigurationError: The variables hold a text that the codec cannot read.
+        """
+        names = self.env.split(",") if self.env else []
+        texts = [environ[name] for name in names if environ.get(name)]
+        if not names or len(texts) < len(names):
+            return None
+        return self._read(",".join(texts), f"The environment variable {self.env}")
+
+    def _read(self, text: str, place: str) -> Any:
+        try:
+            return self.codec.parse(text)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"{place}={text!r} is not {self.codec.meaning}. Set it to that, or unset it."
+            ) from error
 
     def resolve(self, given: Any) -> Any:
         """Return the value in force: the given one, else the variable's, else the fallback.
@@ -83,14 +255,7 @@ class Knob:
         if given is not None or self.env is None:
             return self.fallback if given is None else given
         text = environment.get(self.env)
-        if not text:
-            return self.fallback
-        try:
-            return self.codec.parse(text)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"The environment variable {self.env}={text!r} is not {self.codec.meaning}. Set it to that, or unset it."
-            ) from error
+        return self._read(text, f"The environment variable {self.env}") if text else self.fallback
 
     def check(self, owner: str, name: str, value: Any) -> None:
         """Refuse a value that is not among the choices.
@@ -115,6 +280,14 @@ def knob(
     choices: tuple[Any, ...] = (),
     flag: str | None = None,
     default_factory: Callable[[], Any] | None = None,
+    shape: Shape = "value",
+    short: str | None = None,
+    negative: str | None = None,
+    yaml: str | None = None,
+    old_keys: tuple[str, ...] = (),
+    reader: Reader | None = None,
+    secret: bool = False,
+    only_if: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Any:
     """Declare an option as the field of a settings dataclass.
 
@@ -124,10 +297,34 @@ def knob(
 
     The other arguments are those of `Knob`.
     """
-    declared = Knob(help=help, codec=codec, env=env, fallback=fallback, choices=choices, flag=flag)
+    declared = Knob(
+        help=help,
+        codec=codec,
+        env=env,
+        fallback=fallback,
+        choices=choices,
+        flag=flag,
+        shape=shape,
+        short=short,
+        negative=negative,
+        yaml=yaml,
+        old_keys=old_keys,
+        reader=reader,
+        secret=secret,
+        only_if=only_if,
+    )
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata={KEY: declared})
     return dataclasses.field(default=default, metadata={KEY: declared})
+
+
+def shared(owner: type, name: str, default: Any = None, **changes: Any) -> Any:
+    """Declare an option that another settings class has declared already, under another name or with another default.
+
+    Args:
+        changes: Arguments of `Knob` that differ here.
+    """
+    return dataclasses.field(default=default, metadata={KEY: dataclasses.replace(knobs(owner)[name], **changes)})
 
 
 def knobs(settings: Any) -> dict[str, Knob]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._base.errors import ConfigurationError
-from ..collectives.nested import send_to_device
+from ..collectives.nested import place_batch
 from ..runtime import current
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .assembly import Assembler, Step
@@ -131,7 +131,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         ledger = DispatchLedger(start)
         self._ledger = ledger
         self._forward_epoch(self.iteration)
-        device = runtime.device if self.device is None else self.device
+        device = runtime.device if self.device is None else torch.device(self.device)
         if self._channel is None and runtime.world_size > 1:
             self._channel = Sender(runtime.world_size) if runtime.rank == 0 else Receiver()
         if self._channel is not None:
@@ -147,7 +147,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 if header.is_last:
                     self.end_of_dataloader = True
                     self.remainder = header.samples
-                yield send_to_device(batch, device, self._non_blocking)
+                yield place_batch(batch, device, self._non_blocking)
             self._flush()
             if self._taken or start:
                 self._complete()

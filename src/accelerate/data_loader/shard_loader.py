@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from ..collectives.nested import send_to_device
+from ..collectives.nested import place_batch
 from ..collectives.rng import synchronize_rng_states
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .carrier import Counted
@@ -101,7 +101,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 if is_special:
                     batch = self._unpack(batch)
                 if device is not None:
-                    batch = send_to_device(batch, device, non_blocking)
+                    batch = place_batch(batch, device, non_blocking)
                 yield batch
                 batch = upcoming
             self._taken += 1
@@ -110,7 +110,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batch = self._unpack(batch)
             self._settle_remainder()
             if device is not None:
-                batch = send_to_device(batch, device, non_blocking)
+                batch = place_batch(batch, device, non_blocking)
             yield batch
             self._complete()
         finally:

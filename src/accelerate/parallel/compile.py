@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 
 _ORIGINAL = "_orig_mod"
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Return whether `module` is the shell that `torch.compile` returns."""
-    return isinstance(module, OptimizedModule)
+    # Importing the compiler takes seconds: where nobody has imported it, nothing is compiled.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def has_compiled_regions(module: torch.nn.Module) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from .._base import slurm
 from .._base.errors import ConfigurationError
 from .topology import Topology
 
@@ -49,32 +48,19 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         ) from error
 
 
-def first_slurm_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list such as `gpu[003-005,9],login`."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    if match is None:
-        raise ConfigurationError(f"The Slurm node list {nodes!r} names no host. Set MASTER_ADDR to the first host.")
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group())
-
-
-def _tasks_on_node(counts: str, node: int) -> int | None:
-    """Return how many tasks a node has by a list such as `4(x2),3`, None where it does not say."""
-    tasks = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
-    return tasks[node] if node < len(tasks) else None
-
-
 def _slurm(environ: Mapping[str, str]) -> Topology | None:
     # SLURM_STEP_NUM_TASKS exists only inside a step that srun started. The batch script itself has SLURM_NTASKS too,
     # but is one process: waiting there for the others would wait for ever.
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
-    tasks = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), _integer(environ, "SLURM_NODEID", 0))
+    tasks = slurm.tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _integer(environ, "SLURM_NODEID", 0)
     return Topology(
         _integer(environ, "SLURM_PROCID", 0),
         world_size,
         _integer(environ, "SLURM_LOCALID", 0),
-        world_size if tasks is None else tasks,
+        tasks[node] if node < len(tasks) else world_size,
         "Slurm",
     )
 
@@ -128,9 +114,8 @@ def publish(topology: Topology) -> None:
     nodes = os.environ.get("SLURM_STEP_NODELIST")
     job = os.environ.get("SLURM_JOB_ID")
     if topology.source == "Slurm" and nodes and job:
-        os.environ.setdefault("MASTER_ADDR", first_slurm_host(nodes))
-        # All processes of a job derive the same port, and two jobs on one machine almost never the same.
-        os.environ.setdefault("MASTER_PORT", str(15000 + zlib.crc32(job.encode()) % 40000))
+        os.environ.setdefault("MASTER_ADDR", slurm.first_host(nodes))
+        os.environ.setdefault("MASTER_PORT", str(slurm.port_of_job(job)))
     if "MASTER_ADDR" not in os.environ:
         if topology.local_world_size < topology.world_size:
             raise ConfigurationError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._base.choice import Choice
@@ -35,7 +35,11 @@ class DDPStrategy(Strategy):
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that is already split over ranks."""
-        sharded = next((name for name, value in model.named_parameters() if isinstance(value, DTensor)), None)
+        # Importing DTensor takes a second: where nobody has imported it, no parameter is one.
+        tensor = sys.modules.get("torch.distributed.tensor")
+        if tensor is None:
+            return
+        sharded = next((name for name, value in model.named_parameters() if isinstance(value, tensor.DTensor)), None)
         if sharded is not None:
             raise ConfigurationError(
                 f"The parameter {sharded!r} of {type(model).__name__} is a DTensor, split over ranks, which data "

@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .._base.imports import is_package_available, require
 from .base import GeneralTracker, on_main_process
 from .values import is_number, plain, warn_left_out
@@ -59,6 +57,8 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
         file = Path(self.logging_dir, str(time.time()), "hparams.yml")
         file.parent.mkdir(parents=True, exist_ok=True)
+        import yaml
+
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
 
     @on_main_process

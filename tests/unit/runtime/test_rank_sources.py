@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from accelerate._base import slurm
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.env import clear_environment, patch_environment
 from accelerate.runtime import rank_sources
@@ -119,12 +120,12 @@ def test_ranks_that_cannot_be(rank: int, world_size: int, local_rank: int) -> No
     ],
 )
 def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
-    assert rank_sources.first_slurm_host(nodes) == host
+    assert slurm.first_host(nodes) == host
 
 
 def test_an_empty_node_list() -> None:
     with pytest.raises(ConfigurationError, match="names no host"):
-        rank_sources.first_slurm_host("")
+        slurm.first_host("")
 
 
 def published(topology: Topology, **variables: str) -> dict[str, str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from accelerate._base.constants import TORCH_DYNAMO_MODES
 from accelerate._base.enums import DynamoBackend
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.knob import YES_NO, knob, member_of
+from accelerate.config.knob import TRUE_FALSE, YES_NO, knob, member_of, shared, word_of
+from accelerate.config.sections.launch_section import LaunchSection
 from accelerate.config.settings import KwargsHandler
 
 _PREFIX = "ACCELERATE_DYNAMO_"
+_COMPILERS = tuple(member.value.lower() for member in DynamoBackend)
 
 
 @dataclass
@@ -72,3 +75,33 @@ class TorchDynamoPlugin(KwargsHandler):
         values = super().to_kwargs()
         values.pop("use_regional_compilation", None)
         return values
+
+
+@dataclass
+class DynamoOptions(LaunchSection):
+    """How models are compiled, at launch."""
+
+    title: ClassVar[str] = "Resource Selection Arguments"
+    file_key: ClassVar[str | None] = "dynamo_config"
+    prefix: ClassVar[str] = "dynamo_"
+
+    dynamo_backend: str | None = shared(
+        TorchDynamoPlugin,
+        "backend",
+        # The last spelling is the one that launchers have always taken.
+        codec=word_of(*_COMPILERS, written_upper=True, aliases={"torhchxla_trace_once": "torchxla_trace_once"}),
+        choices=_COMPILERS,
+        fallback="no",
+    )
+    dynamo_mode: str = shared(
+        TorchDynamoPlugin,
+        "mode",
+        "default",
+        codec=word_of(*TORCH_DYNAMO_MODES),
+        choices=tuple(TORCH_DYNAMO_MODES),
+    )
+    dynamo_use_fullgraph: bool = shared(TorchDynamoPlugin, "fullgraph", False, codec=TRUE_FALSE, shape="switch")
+    dynamo_use_dynamic: bool = shared(TorchDynamoPlugin, "dynamic", False, codec=TRUE_FALSE, shape="switch")
+    dynamo_use_regional_compilation: bool = shared(
+        TorchDynamoPlugin, "use_regional_compilation", False, codec=TRUE_FALSE, shape="switch"
+    )

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accelerate._base.errors import MissingPackageError
-from accelerate._base.imports import (
-    is_msamp_available,
-    is_torchao_available,
-    is_transformer_engine_available,
-    require,
-)
 from accelerate._base.warn_once import warn_once
 from accelerate.config import env
-from accelerate.config.knob import INTEGER, UPPER, YES_NO, knob
+from accelerate.config.knob import FLAGS, INTEGER, ONE_ZERO, TRUE_FALSE, UPPER, YES_NO, knob, shared, word_of
+from accelerate.config.sections.launch_section import LaunchSection
 from accelerate.config.settings import KwargsHandler
 
 if TYPE_CHECKING:
@@ -27,6 +22,8 @@ FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
 AmaxComputeAlgorithm = Literal["max", "most_recent"]
 
 _PREFIX = "ACCELERATE_FP8_"
+_OVERRIDES = tuple(f"{_PREFIX}OVERRIDE_{part}" for part in ("FPROP", "DGRAD", "WGRAD"))
+_LIBRARIES = ("ao", "te", "msamp")
 
 
 @dataclass
@@ -57,6 +54,9 @@ class AORecipeKwargs(KwargsHandler):
 
     def normalise(self) -> None:
         """Make torchao's configuration where none was given."""
+        # Here, because a launcher reads the declarations above and must start fast.
+        from accelerate._base.imports import is_torchao_available, require
+
         if not is_torchao_available():
             raise MissingPackageError(
                 "AORecipeKwargs() needs the package 'torchao' in version 0.6.1 or later, which is not installed. "
@@ -127,6 +127,8 @@ class TERecipeKwargs(KwargsHandler):
 
     def normalise(self) -> None:
         """Read the option that is spread over three variables, and check for the package."""
+        from accelerate._base.imports import is_transformer_engine_available
+
         self._normalise_recipe()
         if not is_transformer_engine_available():
             raise MissingPackageError(
@@ -137,7 +139,7 @@ class TERecipeKwargs(KwargsHandler):
     def _normalise_recipe(self) -> None:
         self.fp8_format = UPPER.parse(self.fp8_format)  # type: ignore[assignment]
         if self.override_linear_precision is None:
-            forward, inputs, weights = (env.flag(f"{_PREFIX}OVERRIDE_{part}") for part in ("FPROP", "DGRAD", "WGRAD"))
+            forward, inputs, weights = (env.flag(name) for name in _OVERRIDES)
             self.override_linear_precision = (forward, inputs, weights)
 
 
@@ -171,6 +173,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def normalise(self) -> None:
         """Choose the library and check for the package of that one alone."""
+        from accelerate._base.imports import is_msamp_available
+
         warn_once(
             "FP8RecipeKwargs is deprecated. Write TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs instead.",
             FutureWarning,
@@ -182,3 +186,69 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             super().normalise()
         else:
             self._normalise_recipe()
+
+
+def _trains_in_8_bits(config: Mapping[str, Any]) -> bool:
+    return bool(config["mixed_precision"] == "fp8")
+
+
+@dataclass
+class Fp8Options(LaunchSection):
+    """How 8-bit training computes, at launch."""
+
+    title: ClassVar[str] = "FP8 Arguments"
+    file_key: ClassVar[str | None] = "fp8_config"
+    prefix: ClassVar[str] = "fp8_"
+
+    fp8_backend: str | None = shared(
+        FP8RecipeKwargs, "backend", codec=word_of(*_LIBRARIES), choices=_LIBRARIES, flag=None, only_if=_trains_in_8_bits
+    )
+    fp8_use_autocast_during_eval: bool = shared(
+        TERecipeKwargs,
+        "use_autocast_during_eval",
+        False,
+        codec=TRUE_FALSE,
+        shape="switch",
+        only_if=_trains_in_8_bits,
+    )
+    fp8_margin: int = shared(TERecipeKwargs, "margin", 0, only_if=_trains_in_8_bits)
+    fp8_interval: int = shared(TERecipeKwargs, "interval", 1, only_if=_trains_in_8_bits)
+    fp8_format: str = shared(
+        TERecipeKwargs,
+        "fp8_format",
+        "HYBRID",
+        codec=word_of("HYBRID", "E4M3", "E5M2", upper=True),
+        flag=None,
+        only_if=_trains_in_8_bits,
+    )
+    fp8_amax_history_len: int = shared(
+        TERecipeKwargs, "amax_history_len", 1024, old_keys=("fp8_amax_history_length",), only_if=_trains_in_8_bits
+    )
+    fp8_amax_compute_algo: str = shared(
+        TERecipeKwargs,
+        "amax_compute_algo",
+        "most_recent",
+        codec=word_of("max", "most_recent"),
+        old_keys=("fp8_amax_compute_algorithm",),
+        only_if=_trains_in_8_bits,
+    )
+    fp8_override_linear_precision: tuple[bool, ...] = shared(
+        TERecipeKwargs,
+        "override_linear_precision",
+        (False, False, False),
+        codec=FLAGS,
+        env=",".join(_OVERRIDES),
+        only_if=_trains_in_8_bits,
+    )
+    fp8_opt_level: str = shared(
+        MSAMPRecipeKwargs,
+        "opt_level",
+        "O2",
+        codec=word_of("O1", "O2", upper=True),
+        old_keys=("fp8_optimization_level",),
+        only_if=_trains_in_8_bits,
+    )
+    fp8_enable_fsdp_float8_all_gather: bool = shared(
+        AORecipeKwargs, "enable_fsdp_float8_all_gather", True, codec=ONE_ZERO, only_if=_trains_in_8_bits
+    )
+    fp8_pad_inner_dim: bool = shared(AORecipeKwargs, "pad_inner_dim", True, codec=ONE_ZERO, only_if=_trains_in_8_bits)

@@ -1,0 +1,1 @@
+"""The sub-commands of `accelerate`, one module each: parse, call, print."""

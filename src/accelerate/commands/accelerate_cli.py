@@ -1,0 +1,127 @@
+"""The `accelerate` program: find the sub-command and import nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._base.errors import AccelerateError
+
+
+@dataclass(frozen=True)
+class SubCommand:
+    """Where a sub-command lives: a module with a function that makes its parser and one that runs it."""
+
+    name: str
+    help: str
+    module: str
+    parser: str
+    function: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether its module is there; it is not imported."""
+        return importlib.util.find_spec(f"accelerate.commands.{self.module}") is not None
+
+
+_TABLE = (
+    SubCommand(
+        "config",
+        "Answer a few questions and keep the answers for launch",
+        "config",
+        "get_config_parser",
+        "config_command",
+    ),
+    SubCommand("env", "Show what a report of a problem needs", "env", "env_command_parser", "env_command"),
+    SubCommand(
+        "estimate-memory",
+        "Say how much memory a model needs",
+        "estimate",
+        "estimate_command_parser",
+        "estimate_command",
+    ),
+    SubCommand("launch", "Start a script on one process or many", "launch", "launch_command_parser", "launch_in_place"),
+    SubCommand("merge-weights", "Merge the shards of a checkpoint", "merge", "merge_command_parser", "merge_command"),
+    SubCommand("test", "Check that the configured processes work", "test", "test_command_parser", "test_command"),
+    SubCommand(
+        "to-fsdp2",
+        "Rewrite a configuration for FSDP version 2",
+        "to_fsdp2",
+        "to_fsdp2_command_parser",
+        "to_fsdp2_command",
+    ),
+    SubCommand(
+        "tpu-config", "Run commands on the machines of a TPU pod", "tpu", "tpu_command_parser", "tpu_command_launcher"
+    ),
+)
+
+
+def main() -> None:
+    """Run the sub-command that the command line names."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a sub-command and return the exit code."""
+    commands = {command.name: command for command in _TABLE}
+    name, *rest = arguments or [""]
+    if name in {"", "-h", "--help", "help"}:
+        sys.stdout.write(_help())
+        return 0 if name else 1
+    if name in {"--version", "version"}:
+        from .. import __version__
+
+        sys.stdout.write(f"{__version__}\n")
+        return 0
+    command = commands.get(name.replace("_", "-"))
+    if command is None or not command.exists:
+        import difflib
+
+        near = difflib.get_close_matches(name, [command.name for command in _TABLE if command.exists], n=1)
+        hint = f"Did you mean `accelerate {near[0]}`?" if near else "See `accelerate --help`."
+        sys.stderr.write(f"accelerate: error: {name!r} is not a command. {hint}\n")
+        return 2
+    return run_command(command, rest)
+
+
+def run_command(command: SubCommand, arguments: Sequence[str]) -> int:
+    """Import one sub-command, let it parse its arguments and run it; a mistake of the user's is one line and code 2."""
+    module: Any = importlib.import_module(f"accelerate.commands.{command.module}")
+    title = f"accelerate {command.name}"
+    try:
+        parser = getattr(module, command.parser)()
+        parser.prog = title
+        options = parser.parse_args(list(arguments))
+        function = getattr(options, "func", None) or getattr(module, command.function)
+        function(options)
+    except AccelerateError as error:
+        sys.stderr.write(f"{title}: error: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def find(name: str) -> SubCommand:
+    """Return a sub-command of the table, for programs that start it under a name of their own."""
+    return next(command for command in _TABLE if command.name == name)
+
+
+def _help() -> str:
+    present = [command for command in _TABLE if command.exists]
+    width = max(len(command.name) for command in present) + 2
+    lines = "\n".join(f"  {command.name:<{width}}{command.help}" for command in present)
+    return (
+        "usage: accelerate <command> [options]\n\n"
+        f"commands:\n{lines}\n\n"
+        "  accelerate <command> --help  shows the options of a command\n"
+        "  accelerate --version         shows the version\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A file of options for the machine as it is, without questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from accelerate._base.enums import ComputeEnvironment, DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.config.files.locations import default_json_config_file
+from accelerate.config.files.objects import ClusterConfig
+from accelerate.config.sections.resources import PRECISIONS
+from accelerate.devices.machine import detect
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path = default_json_config_file
+) -> Path | Literal[False]:
+    """Write a file of options for the hardware that this machine has.
+
+    Args:
+        mixed_precision: The number format of training.
+        save_location: Where to write it.
+
+    Returns:
+        The path of the file; False if there is one already, which is left as it is.
+
+    Raises:
+        ConfigurationError: The number format is not known.
+    """
+    if mixed_precision.lower() not in PRECISIONS:
+        raise ConfigurationError(
+            f"write_basic_config(mixed_precision={mixed_precision!r}) is not a known number format. "
+            f"Write one of {', '.join(PRECISIONS)}."
+        )
+    path = Path(save_location).expanduser()
+    if path.exists():
+        return False
+    machine = detect(env.items())
+    config = ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=machine.label if machine.device_count > 1 else DistributedType.NO,
+        mixed_precision=mixed_precision.lower(),
+        use_cpu=not machine.has_accelerator,
+        debug=False,
+        num_processes=max(1, machine.device_count),
+    )
+    config.to_json_file(path)
+    return path

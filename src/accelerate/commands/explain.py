@@ -1,0 +1,90 @@
+"""Show a launch that is not started: its values and their origins, its command and its environment."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..launch.command import shell_words
+from ..launch.origins import is_default
+from ..launch.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+_SECRET = ("secret", "password", "token", "access_key")
+_MODES = {
+    "exec": "one process, in the place of the launcher",
+    "elastic": "torch's elastic agent starts and watches the processes",
+    "spawn_command": "another launcher is started",
+}
+# Wide enough that nothing is cut where the output is no terminal.
+_WIDTH_OF_A_FILE = 160
+
+
+def explain(config: RunConfig, plan: LaunchPlan, reason: str, *, verbose: bool = False) -> None:
+    """Print the values, the plan and its notes."""
+    width = None if sys.stdout.isatty() else max(_WIDTH_OF_A_FILE, shutil.get_terminal_size().columns)
+    console = Console(width=width, highlight=False)
+    console.print(_values(config, verbose=verbose))
+    if not verbose:
+        console.print(Text("Values that are defaults are left out; --verbose shows them.", style="dim"))
+    console.print()
+    _line(console, "launcher", f"{plan.launcher}, because: {reason}")
+    _line(console, "mode", f"{plan.mode}: {_MODES[plan.mode]}")
+    _line(console, "command", shell_words(plan.argv))
+    if plan.elastic is not None:
+        _elastic(console, plan)
+    _line(console, "environment", "")
+    for name, value in sorted(plan.environment.items()):
+        console.print(Text(f"  {name}={_masked(name, value)}"), soft_wrap=True)
+    for name, content in plan.files.items():
+        _line(console, f"file {name}", "")
+        console.print(Text("".join(f"  {line}\n" for line in content.splitlines())), soft_wrap=True, end="")
+    for note in (*config.notes, *plan.notes):
+        _line(console, "note", note)
+    console.print(Text("Nothing was started.", style="bold"))
+
+
+def _values(config: RunConfig, *, verbose: bool) -> Table:
+    table = Table("option", "value", "origin", title="What this launch would use", title_justify="left")
+    section = None
+    for place, key, value, origin in config.rows():
+        if not verbose and is_default(config, key):
+            continue
+        if section is not None and place != section:
+            table.add_section()
+        section = place
+        table.add_row(Text(key), Text(_masked(key, value), overflow="fold"), Text(str(origin), overflow="fold"))
+    return table
+
+
+def _elastic(console: Console, plan: LaunchPlan) -> None:
+    options = plan.elastic
+    if options is None:
+        return
+    _line(
+        console,
+        "processes",
+        f"{options.nproc_per_node} here, {options.nproc_per_node * options.num_nodes} on {options.num_nodes} machine(s)",
+    )
+    place = options.rdzv_endpoint
+    if place.endswith(":0"):
+        place = "this machine, on a free port that the system picks at the start"
+    extra = "".join(f", {key}={value}" for key, value in options.rdzv_configs.items())
+    _line(console, "meeting point", f"{place} ({options.rdzv_backend}{extra})")
+    _line(console, "restarts", str(options.max_restarts))
+
+
+def _line(console: Console, title: str, text: str) -> None:
+    console.print(Text.assemble((f"{title}: ", "bold"), text), soft_wrap=True)
+
+
+def _masked(name: str, value: object) -> str:
+    hidden = value not in {None, ""} if isinstance(value, str | None) else False
+    return "***" if hidden and any(word in name.lower() for word in _SECRET) else str(value)

@@ -1,0 +1,114 @@
+"""The command line of a launch, made from the declarations of its options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate.config.files.reading import nearest
+from accelerate.config.sections.launch import LaunchOption, options
+
+
+class _Noting(argparse.Action):
+    """Store a value and note that it was given, in `namespace.nondefault`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, self.value(namespace, values, option_string))
+        # A new set each time: the one of another parse must not grow.
+        namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}
+
+    def value(self, namespace: argparse.Namespace, values: Any, option_string: str | None) -> Any:
+        """Return what to store."""
+        return values
+
+
+class _NotingSwitch(_Noting):
+    """Turn a switch on, or off by the flag that says so."""
+
+    def __init__(self, *, off: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(nargs=0, **kwargs)
+        self.off = frozenset(off)
+
+    def value(self, namespace: argparse.Namespace, values: Any, option_string: str | None) -> bool:
+        return option_string not in self.off
+
+
+class _NotingList(_Noting):
+    """Collect the values of a flag that is repeated."""
+
+    def value(self, namespace: argparse.Namespace, values: Any, option_string: str | None) -> list[Any]:
+        return [*(getattr(namespace, self.dest) or ()), values]
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every launch option to a parser, in groups; each flag may be written with `_` or `-`.
+
+    Values that are given explicitly are named in `nondefault` of the parsed namespace.
+    """
+    groups: dict[str, Any] = {"options": parser}
+    for option in options().values():
+        if option.knob.shape in ("none", "place", "rest"):
+            continue
+        title = option.section.title
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add(groups[title], option)
+    for name in ("training_script", "training_script_args"):
+        _add_place(parser, options()[name])
+
+
+def spellings(flag: str) -> list[str]:
+    """Return a long flag with `_` and with `-`: `--num_processes` and `--num-processes`."""
+    return list(dict.fromkeys([flag, "--" + flag[2:].replace("_", "-")]))
+
+
+def _add(group: Any, option: LaunchOption) -> None:
+    declared = option.knob
+    shown = [name for name in (declared.short, option.flag) if name]
+    text: dict[str, Any] = {"help": declared.help.replace("%", "%%"), "default": option.default, "dest": option.name}
+    if declared.shape == "switch":
+        off = [f"--{declared.negative}"] if declared.negative else []
+        shown += off
+        text |= {"action": _NotingSwitch, "off": [name for flag in off for name in spellings(flag)]}
+    else:
+        text["metavar"] = "{" + ",".join(map(str, declared.choices)) + "}" if declared.choices else option.name.upper()
+        text |= {"action": _Noting, "type": _reader(option)}
+    if declared.shape == "repeat":
+        text |= {"action": _NotingList, "type": str}
+    names = dict.fromkeys(name for flag in shown for name in (spellings(flag) if flag.startswith("--") else [flag]))
+    action = group.add_argument(*names, **text)
+    # Both spellings are taken by now; help and messages show one.
+    action.option_strings = shown
+
+
+def _add_place(parser: argparse.ArgumentParser, option: LaunchOption) -> None:
+    rest: dict[str, Any] = {"nargs": argparse.REMAINDER} if option.knob.shape == "rest" else {}
+    parser.add_argument(option.name, action=_Noting, help=option.knob.help, **rest)
+
+
+def _reader(option: LaunchOption) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        declared = option.knob
+        try:
+            value = declared.codec.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(_refusal(option, text)) from error
+        if declared.choices and value not in declared.choices:
+            raise argparse.ArgumentTypeError(_refusal(option, text))
+        return value
+
+    return read
+
+
+def _refusal(option: LaunchOption, text: str) -> str:
+    choices = [str(choice) for choice in option.knob.choices]
+    meaning = f"one of {', '.join(choices)}" if choices else option.knob.codec.meaning
+    hint = nearest(text, choices).strip()
+    return f"{text!r} is not {meaning}" + (f" ({hint})" if hint else "")

@@ -1,0 +1,260 @@
+"""Read and check a file of options: every key is known and every value has its type, or an error names the place."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.files.migration import migrate
+from accelerate.config.sections.launch import SECTIONS, LaunchOption, options
+
+_SAGEMAKER = ComputeEnvironment.AMAZON_SAGEMAKER.value
+# What a file says beside the options of a launch.
+_OWN_KEYS = ("compute_environment", "distributed_type")
+SAGEMAKER_KEYS = (
+    "ec2_instance_type",
+    "iam_role_name",
+    "image_uri",
+    "profile",
+    "region",
+    "base_job_name",
+    "pytorch_version",
+    "transformers_version",
+    "py_version",
+    "sagemaker_inputs_file",
+    "sagemaker_metrics_file",
+    "additional_args",
+)
+_SAGEMAKER_OPTIONS = ("mixed_precision", "cpu", "debug", "num_machines", "gpu_ids", "enable_cpu_affinity")
+
+
+class ConfigFileNotFoundError(ConfigurationError, FileNotFoundError):
+    """Report a file of options that is not there."""
+
+
+@dataclass(frozen=True)
+class FileValue:
+    """The value of an option in a file, and the key that holds it there."""
+
+    value: Any
+    key: str
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A file that was read and found right.
+
+    Args:
+        values: The options of a launch that it gives, by name.
+        data: All that it says, in the keys of today.
+        notes: What the user should know about keys that were read past.
+    """
+
+    path: str
+    values: Mapping[str, FileValue] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def distributed_type(self) -> str:
+        """The kind of run that the file describes."""
+        return str(self.data["distributed_type"])
+
+    @property
+    def sagemaker(self) -> Mapping[str, Any] | None:
+        """What it says about a job on SageMaker; None if it describes none."""
+        return self.data if self.data.get("compute_environment") == _SAGEMAKER else None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known word that looks most like a wrong one, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def load_text(path: str | Path) -> dict[str, Any]:
+    """Read a YAML or JSON file into a dictionary.
+
+    Raises:
+        ConfigurationError: There is no such file, it does not parse, or it holds no keys.
+    """
+    place = Path(path).expanduser()
+    try:
+        text = place.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigFileNotFoundError(
+            f"The configuration file {str(path)!r} does not exist. Write the path of one that does, or make it with "
+            "`accelerate config`."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"The configuration file {str(path)!r} cannot be read: {error}. Write the path of a YAML or JSON file."
+        ) from error
+    data = _parse_json(path, text) if str(path).endswith(".json") else _parse_yaml(path, text)
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigurationError(
+            f"The configuration file {str(path)!r} holds {type(data).__name__} instead of keys with values. "
+            "Write lines such as `num_processes: 2`, or make the file with `accelerate config`."
+        )
+    return data
+
+
+def _parse_json(path: str | Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(
+            f"The configuration file {str(path)!r}, line {error.lineno}, is not JSON: {error.msg}. Correct that line."
+        ) from error
+
+
+def _parse_yaml(path: str | Path, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}," if mark is not None else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise ConfigurationError(
+            f"The configuration file {str(path)!r}{line} is not YAML: {problem}. Correct that line."
+        ) from error
+
+
+def read_config_file(path: str | Path) -> ConfigFile:
+    """Read and check a file of options.
+
+    Raises:
+        ConfigurationError: The file is missing, does not parse, or holds an unknown key or a value of a wrong type.
+    """
+    return check(load_text(path), str(path))
+
+
+def check(raw: Mapping[str, Any], path: str) -> ConfigFile:
+    """Check the content of a file that stands at `path`, for messages.
+
+    Raises:
+        ConfigurationError: It holds an unknown key or a value of a wrong type.
+    """
+    data, notes = migrate(dict(raw))
+    place = f"The configuration file {path!r}"
+    on_sagemaker = _check_kind(data, place)
+    values: dict[str, FileValue] = {}
+    for key, value in data.items():
+        if key in _OWN_KEYS or (on_sagemaker and key in SAGEMAKER_KEYS):
+            continue
+        values.update(_read_entry(key, value, place, on_sagemaker))
+    return ConfigFile(path, values, data, notes)
+
+
+def _check_kind(data: dict[str, Any], place: str) -> bool:
+    """Check where and how the run takes place, and say whether it is on SageMaker."""
+    where = data.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
+    _check_member(place, "compute_environment", where, ComputeEnvironment)
+    on_sagemaker = bool(where == _SAGEMAKER)
+    if "distributed_type" not in data:
+        raise ConfigurationError(
+            f"{place} has no key 'distributed_type', so it does not say what to run. Add one, such as "
+            "`distributed_type: NO`, or make the file with `accelerate config`."
+        )
+    if data["distributed_type"] is False:  # how YAML reads the bare word NO
+        data["distributed_type"] = DistributedType.NO.value
+    kind = SageMakerDistributedType if on_sagemaker else DistributedType
+    _check_member(place, "distributed_type", data["distributed_type"], kind)
+    return on_sagemaker
+
+
+def _check_member(place: str, key: str, value: object, enum: type) -> None:
+    known = [str(member.value) for member in enum]  # type: ignore[attr-defined]
+    if value not in known:
+        raise ConfigurationError(
+            f"{place} says {key}: {value!r}, which is none of {', '.join(known)}.{nearest(str(value), known)}"
+        )
+
+
+@cache
+def _top_level() -> dict[str, LaunchOption]:
+    return _by_key(option for option in options().values() if option.section.file_key is None)
+
+
+@cache
+def _sections() -> dict[str, tuple[str, dict[str, LaunchOption]]]:
+    """Return each dictionary of a file: the prefix that its keys may leave out, and its options by key."""
+    return {
+        section.file_key: (
+            section.prefix,
+            _by_key(option for option in options().values() if option.section is section),
+        )
+        for section in SECTIONS
+        if section.file_key is not None
+    }
+
+
+def _by_key(candidates: Iterable[LaunchOption]) -> dict[str, LaunchOption]:
+    return {key: option for option in candidates if option.file_key for key in (option.file_key, *option.knob.old_keys)}
+
+
+def known_keys(on_sagemaker: bool = False) -> list[str]:
+    """Return the keys that the top level of a file may hold."""
+    if on_sagemaker:
+        shared = [key for key, option in _top_level().items() if option.name in _SAGEMAKER_OPTIONS]
+        return [*_OWN_KEYS, *shared, *SAGEMAKER_KEYS, "dynamo_config"]
+    return [*_OWN_KEYS, *_top_level(), *_sections()]
+
+
+def section_keys(section: str) -> list[str]:
+    """Return the keys that a dictionary of a file may hold."""
+    return list(_sections()[section][1])
+
+
+def _read_entry(key: str, value: Any, place: str, on_sagemaker: bool) -> Iterator[tuple[str, FileValue]]:
+    if key not in known_keys(on_sagemaker):
+        raise _unknown(place, key, known_keys(on_sagemaker))
+    if key in _top_level():
+        option = _top_level()[key]
+        yield option.name, FileValue(_load(option, value, place, key), key)
+        return
+    if not isinstance(value, dict):
+        raise ConfigurationError(
+            f"{place} says {key}: {value!r}, which is a {type(value).__name__}; it must hold keys of its own. "
+            f"Write `{key}:` and below it, indented, lines such as `{section_keys(key)[0]}: ...`."
+        )
+    prefix, known = _sections()[key]
+    for inner, entry in value.items():
+        inner_option = known.get(inner) or known.get(f"{prefix}{inner}")
+        if inner_option is None:
+            raise _unknown(place, inner, known, section=key)
+        yield inner_option.name, FileValue(_load(inner_option, entry, place, f"{key}.{inner}"), f"{key}.{inner}")
+
+
+def _unknown(place: str, key: str, known: Iterable[str], section: str | None = None) -> ConfigurationError:
+    words = sorted(known)
+    where = f"{place} has an unknown key {key!r}" + (f" in {section!r}" if section else "")
+    elsewhere = next(
+        (f" It belongs into {name!r}." for name, (_, keys) in _sections().items() if key in keys and name != section),
+        nearest(key, words) or f" Known are {', '.join(words)}.",
+    )
+    return ConfigurationError(f"{where}.{elsewhere}")
+
+
+def _load(option: LaunchOption, value: Any, place: str, key: str) -> Any:
+    choices = option.knob.choices
+    meaning = f"one of {', '.join(map(str, choices))}" if choices else option.knob.codec.meaning
+    try:
+        loaded = option.knob.codec.load(value)
+        if choices and loaded not in choices:
+            raise ValueError(f"{loaded!r} is no choice")
+    except ValueError as error:
+        hint = nearest(value, map(str, choices)) if isinstance(value, str) else ""
+        raise ConfigurationError(
+            f"{place} says {key}: {value!r}, which is not {meaning}.{hint or ' Correct the value.'}"
+        ) from error
+    return loaded

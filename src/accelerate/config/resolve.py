@@ -1,0 +1,148 @@
+"""Merge flags, file, environment and detection into the options of a launch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.config.conflicts import check
+from accelerate.config.files.kinds import kind_of
+from accelerate.config.files.locations import current_default_file
+from accelerate.config.files.reading import ConfigFile, read_config_file
+from accelerate.config.run_config import Origin, Resolved, RunConfig, Source
+from accelerate.config.sections.launch import LaunchOption, options
+
+if TYPE_CHECKING:
+    from accelerate.devices.machine import Machine
+
+PARADIGMS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
+_OTHER_HARDWARE = ("multi_gpu", "tpu")
+
+
+def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[str, str] | None = None) -> RunConfig:
+    """Merge what was said, the strongest last: defaults, detection, environment, file, flags.
+
+    Args:
+        namespace: What a parser with the arguments of `config.cli` returned.
+        machine: The machine to merge for, as `devices.machine.detect` finds it.
+        environ: Variables to go by; those of this process where it is not given.
+
+    Raises:
+        ConfigurationError: A value cannot be read, or two contradict each other or the machine.
+    """
+    variables = env.items() if environ is None else dict(environ)
+    flags = _flags(namespace)
+    file = _find_file(flags)
+    values = {name: _merge(option, flags, file, variables) for name, option in options().items()}
+    notes = [f"{file.path}: {note}" for note in file.notes] if file is not None else []
+    if file is not None:
+        notes += _apply_paradigm(values, file, flags)
+    notes += _without_effect(flags)
+    _fill(values, machine)
+    config = RunConfig(values, machine=machine, file=file, notes=tuple(notes))
+    check(config, variables)
+    return config
+
+
+def _flags(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return what the command line gave: what the parser noted, and what a program changed in the namespace since."""
+    noted = getattr(namespace, "nondefault", ())
+    given = {name: getattr(namespace, name) for name in options() if hasattr(namespace, name)}
+    return {
+        name: value
+        for name, value in given.items()
+        if (name in noted and value != []) or (value not in (None, []) and value != options()[name].default)
+    }
+
+
+def _find_file(flags: Mapping[str, Any]) -> ConfigFile | None:
+    """Read the file that was named, else the default one if there is one and the run is not on the CPU."""
+    named = flags.get("config_file")
+    if named is not None:
+        return read_config_file(named)
+    default = current_default_file()
+    return read_config_file(default) if not flags.get("cpu") and Path(default).is_file() else None
+
+
+def _merge(
+    option: LaunchOption, flags: Mapping[str, Any], file: ConfigFile | None, environ: Mapping[str, str]
+) -> Resolved:
+    if option.name in flags:
+        return Resolved(_checked(option, flags[option.name]), Origin(Source.FLAG, option.flag or option.name))
+    if file is not None and option.name in file.values:
+        entry = file.values[option.name]
+        return Resolved(entry.value, Origin(Source.FILE, f"{file.path}: {entry.key}"))
+    told = option.knob.decode(environ)
+    if told is not None:
+        return Resolved(told, Origin(Source.ENVIRONMENT, str(option.knob.env)))
+    value = option.knob.fallback if option.default is None else option.default
+    return Resolved(value, Origin(Source.DEFAULT))
+
+
+def _checked(option: LaunchOption, value: Any) -> Any:
+    """Read a text that a program put into the namespace; the parser has read its own already."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return option.knob.codec.parse(value)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{option.place}={value!r} is not {option.knob.codec.meaning}. Correct the value."
+        ) from error
+
+
+def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mapping[str, Any]) -> list[str]:
+    """Turn on what the file's kind of run stands for, unless a flag chose another kind."""
+    origin = Origin(Source.FILE, f"{file.path}: distributed_type")
+    kind = kind_of(file.distributed_type)
+    notes: list[str] = []
+    chosen = [name for name in PARADIGMS if flags.get(name)]
+    wanted = kind.turns_on if file.sagemaker is None else None
+    if wanted is not None and not chosen:
+        values[wanted] = Resolved(True, origin)
+    elif wanted is not None and wanted not in chosen:
+        notes.append(
+            f"{file.path}: distributed_type {file.distributed_type} is not used, because --{chosen[0]} was given."
+        )
+    other_hardware = [name for name in chosen if name in _OTHER_HARDWARE]
+    if other_hardware and values["cpu"].origin.source is Source.FILE:
+        values["cpu"] = Resolved(False, Origin(Source.FLAG, f"--{other_hardware[0]}"))
+    if "use_parallelism_config" not in flags and file.data.get("parallelism_config"):
+        values["use_parallelism_config"] = Resolved(True, Origin(Source.FILE, f"{file.path}: parallelism_config"))
+    if not chosen and kind.num_processes is not None and values["num_processes"].value is None:
+        values["num_processes"] = Resolved(kind.num_processes, origin)
+    return notes
+
+
+def _without_effect(flags: Mapping[str, Any]) -> list[str]:
+    """Say which flags are accepted for the sake of older commands and change nothing."""
+    if "same_network" not in flags:
+        return []
+    return ["--same_network changes nothing: machines always meet at --main_process_ip and --main_process_port."]
+
+
+def _fill(values: dict[str, Resolved], machine: Machine) -> None:
+    """Fill in what nobody said from what the machine has."""
+    if values["tpu"].value and values["num_processes"].value is None:
+        values["num_processes"] = Resolved(None, Origin(Source.DETECTED, "as many as the TPU has cores"))
+        return
+    on_cpu = bool(values["cpu"].value) or not machine.has_accelerator
+    local = 1 if on_cpu else _chosen_devices(values["gpu_ids"].value, machine)
+    if values["num_processes"].value is None:
+        total = local * max(1, int(values["num_machines"].value))
+        reason = "one process on the CPU" if on_cpu else f"{local} of type {machine.device_type} on each machine"
+        values["num_processes"] = Resolved(total, Origin(Source.DETECTED, reason))
+    several = int(values["num_processes"].value) > 1
+    if several and not on_cpu and not any(values[name].value for name in PARADIGMS):
+        reason = f"{machine.device_count} of type {machine.device_type}"
+        values["multi_gpu"] = Resolved(True, Origin(Source.DETECTED, reason))
+
+
+def _chosen_devices(chosen: str | None, machine: Machine) -> int:
+    if not chosen or chosen == "all":
+        return machine.device_count
+    return len([entry for entry in chosen.split(",") if entry.strip()])

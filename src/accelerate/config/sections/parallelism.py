@@ -1,0 +1,82 @@
+"""Launch options of the layout of processes on axes of parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accelerate.config.knob import INTEGER, TRUE_FALSE, knob, word_of
+from accelerate.config.sections.launch_section import LaunchSection
+
+
+@dataclass
+class ParallelismOptions(LaunchSection):
+    """How many processes each axis has."""
+
+    title: ClassVar[str] = "ParallelismConfig Arguments"
+    file_key: ClassVar[str | None] = "parallelism_config"
+    prefix: ClassVar[str] = "parallelism_config_"
+    switch: ClassVar[str | None] = "use_parallelism_config"
+
+    parallelism_config_dp_replicate_size: int = knob(
+        1, help="Replicas of the model.", codec=INTEGER, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
+    )
+    parallelism_config_dp_shard_size: int = knob(
+        1, help="Processes that share the weights of a replica.", codec=INTEGER, env="PARALLELISM_CONFIG_DP_SHARD_SIZE"
+    )
+    parallelism_config_tp_size: int = knob(
+        1, help="Processes that split each layer.", codec=INTEGER, env="PARALLELISM_CONFIG_TP_SIZE"
+    )
+    parallelism_config_cp_size: int = knob(
+        1,
+        help="Processes that split each sequence by context parallelism.",
+        codec=INTEGER,
+        env="PARALLELISM_CONFIG_CP_SIZE",
+    )
+    parallelism_config_cp_backend: str = knob(
+        "torch",
+        help="Engine of context parallelism.",
+        codec=word_of("torch"),
+        choices=("torch",),
+        env="PARALLELISM_CONFIG_CP_BACKEND",
+    )
+    parallelism_config_cp_comm_strategy: str = knob(
+        "allgather",
+        help="How the parts of a sequence are exchanged.",
+        codec=word_of("allgather", "alltoall"),
+        choices=("allgather", "alltoall"),
+        env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        only_if=lambda config: config["parallelism_config_cp_size"] > 1,
+    )
+    parallelism_config_sp_size: int = knob(
+        1,
+        help="Processes that split each sequence by sequence parallelism.",
+        codec=INTEGER,
+        env="PARALLELISM_CONFIG_SP_SIZE",
+    )
+    parallelism_config_sp_backend: str = knob(
+        "deepspeed",
+        help="Engine of sequence parallelism.",
+        codec=word_of("deepspeed"),
+        choices=("deepspeed",),
+        env="PARALLELISM_CONFIG_SP_BACKEND",
+    )
+    parallelism_config_sp_seq_length: int | None = knob(
+        help="Length of all sequences, where it is fixed.",
+        codec=INTEGER,
+        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
+        only_if=lambda config: config["parallelism_config_sp_size"] > 1,
+    )
+    parallelism_config_sp_seq_length_is_variable: bool = knob(
+        True,
+        help="Sequences differ in length.",
+        codec=TRUE_FALSE,
+        env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+        only_if=lambda config: config["parallelism_config_sp_size"] > 1,
+    )
+    parallelism_config_sp_attn_implementation: str = knob(
+        "sdpa",
+        help="Attention that sequence parallelism uses.",
+        env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+        only_if=lambda config: config["parallelism_config_sp_size"] > 1,
+    )

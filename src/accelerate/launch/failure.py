@@ -1,0 +1,132 @@
+"""Which worker failed first, and the lines that say so at the very end of a run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .kernel import OutOfMemoryKills
+
+# Ways to die that a worker does not choose. SIGABRT is not among them: communication libraries abort when a peer is gone.
+_STRUCK_DOWN = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+# What the others say when the one that failed is gone.
+_LOST_A_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+    "ncclremoteerror",
+    "recvvalue failed",
+    "socket timeout",
+)
+# A death without a record is dated when the agent sees it, which may be after the others have felt it.
+_SECONDS_TO_NOTICE = 2.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker ended.
+
+    Args:
+        exit_code: Negative for a signal.
+        time: When it failed, in seconds; for a death without a record, when that was noticed.
+        text: Its traceback or message, empty if it left none.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    time: float
+    text: str = ""
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal that ended it, if one did."""
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code)
+        except ValueError:
+            return None
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it ended because another one was gone: by the agent's signal, or by losing its peer."""
+        return self.signal is signal.SIGTERM or any(phrase in self.text.lower() for phrase in _LOST_A_PEER)
+
+
+def read_record(path: Path) -> tuple[float | None, str]:
+    """Return when a worker failed and what it said, from the files it left."""
+    moment, text = None, ""
+    try:
+        message: Any = json.loads(path.read_text())["message"]
+        if isinstance(message, dict):
+            extra = message.get("extraInfo", {})
+            moment = float(extra.get("precise_timestamp", extra.get("timestamp", 0))) or None
+            text = str(extra.get("py_callstack") or message.get("message", ""))
+        else:
+            text = str(message)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    fault = path.with_name("fault.txt")
+    if not text and fault.is_file():
+        own = str(Path(__file__).with_name("worker.py"))
+        text = "\n".join(line for line in fault.read_text(errors="replace").splitlines() if own not in line)
+    return moment, text
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that the others follow from."""
+    causes = [failure for failure in failures if not failure.is_echo] or list(failures)
+    earliest = min(failure.time for failure in causes)
+    struck = [
+        failure
+        for failure in causes
+        if failure.signal in _STRUCK_DOWN and failure.time <= earliest + _SECONDS_TO_NOTICE
+    ]
+    return min(struck or causes, key=lambda failure: (failure.time, failure.rank))
+
+
+def report(failures: Sequence[Failure], world_size: int, memory: OutOfMemoryKills, *, quiet: bool = False) -> str:
+    """Write the last lines of a run that failed: who, where, how, and the traceback."""
+    root = first(failures)
+    who = f"rank {root.rank} of {world_size} failed on {socket.gethostname()}"
+    lines = ["", "-" * 100, f"{who} (local rank {root.local_rank}, process {root.pid}): {_how(root, memory)}"]
+    others = sorted(failure.rank for failure in failures if failure is not root)
+    if others:
+        lines.append(f"ended after it: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}")
+    if root.is_echo:
+        lines.append("It lost its peers: the cause is probably on another machine; read the end of that one's output.")
+    if not quiet:
+        lines.append(root.text.rstrip() or _no_text(root))
+    return "\n".join(lines) + "\n"
+
+
+def exit_code_of(failure: Failure) -> int:
+    """Return the exit code of the launcher for a worker's failure."""
+    return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+
+
+def _how(failure: Failure, memory: OutOfMemoryKills) -> str:
+    if failure.exit_code >= 0:
+        return f"exit code {failure.exit_code}"
+    name = failure.signal.name if failure.signal is not None else f"signal {-failure.exit_code}"
+    if failure.signal is not signal.SIGKILL:
+        return name
+    evidence = memory.evidence_since(failure.pid)
+    if evidence is None:
+        return f"{name}, sent from outside (the kernel's counters show no kill for lack of memory)"
+    return f"{name}: killed, probably by the kernel for lack of memory ({evidence})"
+
+
+def _no_text(failure: Failure) -> str:
+    if failure.signal is not None:
+        return "It was ended by that signal and could not leave a traceback."
+    return "It left no traceback: what it printed above is all there is."

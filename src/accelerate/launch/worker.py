@@ -1,0 +1,125 @@
+"""Run the user's script in a worker as the interpreter would, and leave a record of how it failed.
+
+Started as a file, `worker.py script|module NAME ARGUMENTS...`, with nothing of the library on the way to the script:
+`sys.argv`, `sys.path[0]`, `__main__` and the traceback are those of `python NAME ARGUMENTS...`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import runpy
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+
+_OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script or module and record its failure in the file that the agent named."""
+    kind, name, *rest = arguments
+    sys.argv[:] = [name, *rest]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(name).resolve().parent if kind == "script" else Path.cwd())
+    record = _record_path()
+    end_with_the_launcher()
+    if record is not None:
+        # Kept open for the life of the process: the handler writes into it when the process can no longer open one.
+        faulthandler.enable(file=record.with_name("fault.txt").open("w"))
+    try:
+        _run_module(name) if kind == "module" else _run_script(name)
+    except SystemExit as error:
+        _record(record, error, _place(error) if error.code not in {None, 0} else None)
+        raise
+    except BaseException as error:  # noqa: BLE001 - it is reported as the interpreter does, then the process ends
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        _record(record, error, "".join(traceback.format_exception(error)))
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run_script(path: str) -> None:
+    if Path(path).is_dir() or path.endswith((".zip", ".pyz", ".pyc")):
+        runpy.run_path(path, run_name="__main__")
+        return
+    # A module that stays: functions pickled by name and exit handlers look for it in sys.modules until the end.
+    place = str(Path(path).absolute())
+    module = types.ModuleType("__main__")
+    module.__file__ = place
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    with io.open_code(place) as stream:
+        code = compile(stream.read(), place, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102 - this is what running a script means
+
+
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def end_with_the_launcher() -> None:
+    """Ask the kernel for SIGTERM when the launcher dies without ending its workers; Linux only."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+    import signal
+
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
+
+
+def _record_path() -> Path | None:
+    try:
+        from accelerate.config import env
+    except ImportError:  # the script may do without the library, and so can the report
+        return None
+    named = env.get("TORCHELASTIC_ERROR_FILE")
+    if not named and env.get("ACCELERATE_FAILURE_FOLDER"):
+        rank = env.integer(("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"), 0)
+        named = str(Path(env.get("ACCELERATE_FAILURE_FOLDER", "")) / str(rank) / "error.json")
+    if not named:
+        return None
+    path = Path(named)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return path
+
+
+def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        rest = rest.tb_next
+    # A file that cannot be opened or a module that is not there fails in our frames alone; show no frame then.
+    return rest
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(_without_own_frames(error.__traceback__))
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    code = error.code if isinstance(error, SystemExit) else None
+    return f"sys.exit({code!r}){where}\n"
+
+
+def _record(path: Path | None, error: BaseException, text: str | None) -> None:
+    if path is None or text is None:
+        return
+    now = time.time()
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        # torch's agent reads whole seconds; the order of failures within one second needs more.
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(now)), "precise_timestamp": now},
+    }
+    try:
+        path.write_text(json.dumps({"message": message}))
+    except OSError as problem:
+        sys.stderr.write(f"The failure could not be recorded in {path}: {problem}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,291 @@
+"""`accelerate launch` as a program, with real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.support.launching import launch, launch_command, launch_environment
+from tests.support.processes import free_port
+
+pytestmark = pytest.mark.multiprocess
+
+FACTS = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ACCELERATE_USE_CPU")
+facts = {name: os.environ.get(name) for name in names}
+facts |= {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "path": sys.path[0], "name": __name__}
+facts |= {"main": sys.modules["__main__"].__dict__ is globals(), "file": __file__, "torch": "torch" in sys.modules}
+print(json.dumps(facts), flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(FACTS)
+    return path
+
+
+def facts_of(output: str) -> list[dict[str, object]]:
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda facts: str(facts["RANK"]))
+
+
+def with_failure(path: Path, what: str) -> str:
+    """Write a script whose rank 1 fails once both ranks run, and whose rank 0 waits for ever."""
+    path.write_text(
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "rank, other = os.environ['RANK'], {'0': '1', '1': '0'}[os.environ['RANK']]\n"
+        "here = Path(__file__).parent\n(here / f'ready-{rank}').touch()\n"
+        "while not (here / f'ready-{other}').exists():\n    time.sleep(0.02)\n"
+        f"def broken():\n    {what}\n"
+        "if rank == '1':\n    broken()\ntime.sleep(600)\n"
+    )
+    return str(path)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_takes_the_place_of_the_launcher(script: Path) -> None:
+    process = subprocess.Popen(
+        launch_command(str(script), "a b", "--", "--cpu", ""),
+        env=launch_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=60)
+    [facts] = facts_of(output)
+    assert process.returncode == 0
+    assert facts["pid"] == process.pid
+    assert facts["argv"] == [str(script), "a b", "--", "--cpu", ""]
+    assert (facts["path"], facts["name"], facts["torch"]) == (str(script.parent), "__main__", False)
+
+
+def test_the_launcher_of_one_process_does_not_load_torch(script: Path) -> None:
+    # A torch that cannot be imported stands before the real one.
+    (script.parent / "torch.py").write_text("raise RuntimeError('torch was imported')")
+    path = f"{script.parent}:{launch_environment()['PYTHONPATH']}"
+    done = launch(str(script), env={"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert len(facts_of(done.stdout)) == 1
+
+
+def test_a_program_and_its_exit_code(tmp_path: Path) -> None:
+    program = tmp_path / "run.sh"
+    program.write_text('#!/bin/sh\necho "program $1"\nexit 9\n')
+    program.chmod(0o755)
+    done = launch("--no_python", str(program), "x")
+    assert (done.returncode, done.stdout) == (9, "program x\n")
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def test_the_number_asked_for_is_started(script: Path) -> None:
+    done = launch("--cpu", "--num_processes", "2", "--num_cpu_threads_per_process", "3", str(script), "-a", "--", "b c")
+    assert done.returncode == 0, done.stderr
+    found = facts_of(done.stdout)
+    assert [facts["RANK"] for facts in found] == ["0", "1"]
+    for facts in found:
+        assert (facts["WORLD_SIZE"], facts["LOCAL_WORLD_SIZE"], facts["OMP_NUM_THREADS"]) == ("2", "2", "3")
+        assert (facts["argv"], facts["path"]) == ([str(script), "-a", "--", "b c"], str(script.parent))
+        assert (facts["name"], facts["main"], facts["file"]) == ("__main__", True, str(script))
+        assert facts["ACCELERATE_USE_CPU"] == "True"
+        assert facts["torch"] is False
+    assert done.stderr == ""
+
+
+def test_a_module_on_a_port_of_choice(script: Path) -> None:
+    done = launch(
+        *("--cpu", "--num_processes", "2", "--main_process_port", str(free_port()), "-m", "train", "x"),
+        cwd=script.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    for facts in facts_of(done.stdout):
+        assert (facts["argv"], facts["path"]) == ([str(script), "x"], str(script.parent))
+        assert facts["main"] is True
+
+
+def test_workers_meet(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(
+        "import torch\nfrom accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0]), 'sum')\n"
+        "print('total', total.item(), accelerator.num_processes, accelerator.device)\n"
+        "accelerator.end_training()\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", str(script))
+    assert done.stdout.splitlines() == ["total 3.0 2 cpu"] * 2, done.stderr
+
+
+def test_a_failed_group_is_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import os\nfrom pathlib import Path\n"
+        "mark = Path(__file__).with_name('mark' + os.environ['RANK'])\n"
+        "if os.environ['RANK'] == '0' and not mark.exists():\n    mark.touch()\n    raise ValueError('once')\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", str(script))
+    assert done.returncode == 0, done.stderr
+    assert "attempt 1" in done.stdout
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_lines_are_the_worker_that_failed(tmp_path: Path) -> None:
+    path = with_failure(tmp_path / "fail.py", "raise ValueError('broken on purpose')")
+    done = launch("--cpu", "--num_processes", "2", path)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    start = max(place for place, line in enumerate(lines) if line.startswith("rank "))
+    assert lines[start].startswith("rank 1 of 2 failed on ")
+    assert lines[start].endswith("exit code 1")
+    trace = lines[start + 2 :]
+    assert trace[0] == "Traceback (most recent call last):"
+    assert trace[1] == f'  File "{path}", line 11, in <module>'
+    assert trace[-1] == "ValueError: broken on purpose"
+    assert not any("worker.py" in line or "runpy" in line for line in lines)
+    assert not any("ChildFailedError" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "told"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, "SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", 139, "SIGSEGV"),
+        ("sys.exit(7)", 7, "exit code 7"),
+    ],
+)
+def test_other_ways_to_fail(tmp_path: Path, what: str, code: int, told: str) -> None:
+    path = with_failure(tmp_path / "fail.py", what)
+    done = launch("--cpu", "--num_processes", "2", path)
+    assert done.returncode == code
+    report = done.stderr[done.stderr.rindex("rank 1 of 2 failed") :]
+    assert told in report
+    # A kill leaves nothing; the others name the line.
+    assert (path in report) == (code != 137)
+
+
+def test_a_rank_that_only_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
+    script = tmp_path / "collective.py"
+    script.write_text(
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "accelerator.wait_for_everyone()\n"
+        "if accelerator.process_index == 1:\n    raise KeyError('cause')\n"
+        "accelerator.reduce(torch.ones(2), 'sum')\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", str(script))
+    assert done.stderr.splitlines()[-1] == "KeyError: 'cause'"
+    assert "\nrank 1 of 2 failed" in done.stderr
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "habit"),
+    [
+        (signal.SIGTERM, 143, "pass"),
+        (signal.SIGINT, 130, "pass"),
+        # Such a worker behaves like one that waits inside a collective.
+        (signal.SIGINT, 130, STUBBORN),
+        (signal.SIGKILL, -9, "pass"),
+    ],
+)
+def test_a_launcher_that_is_stopped_leaves_no_process(
+    tmp_path: Path, number: signal.Signals, code: int, habit: str
+) -> None:
+    script = tmp_path / "wait.py"
+    # A child of the worker stands for the worker processes of a loader.
+    script.write_text(
+        f"import os, signal, subprocess, sys, time\n{habit}\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('ready', os.getpid(), child.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        launch_command("--cpu", "--num_processes", "2", str(script)),
+        env=launch_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()[1:]]
+    workers = [psutil.Process(pid) for pid in (pids[:1] + pids[2:3] if number is signal.SIGKILL else pids)]
+    assert len(pids) == 4
+    try:
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
+        _, alive = psutil.wait_procs(workers, timeout=20)
+        assert alive == []
+    finally:
+        process.stdout.close()
+        for pid in pids:
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).kill()
+
+
+# --- explaining and mistakes ------------------------------------------------------------------------------------------
+
+
+def test_explaining_starts_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    config = tmp_path / "config.yaml"
+    config.write_text("distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 4\nuse_cpu: true\n")
+    for flag in ("--explain", "--dry_run", "--dry-run"):
+        done = launch(flag, "--config_file", str(config), "--num_processes", "2", str(script), "x y")
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "started").exists()
+    rows = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.count("│") == 4}
+    assert "2" in rows["num_processes"]
+    assert "flag --num_processes" in rows["num_processes"]
+    assert "bf16" in rows["mixed_precision"]
+    assert "file" in rows["mixed_precision"]
+    assert "max_restarts" not in rows
+    assert f"script {script} 'x y'" in done.stdout
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in done.stdout
+    assert "Nothing was started." in done.stdout
+    verbose = launch("--explain", "--verbose", "--cpu", "--num_processes", "2", str(script))
+    assert "max_restarts" in verbose.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["absent.py"], "'absent.py' does not exist"),
+        (["--num_machines", "2", "--num_processes", "2", "--cpu", "train.py"], "Add --main_process_ip"),
+        (["--num_procesess", "2", "train.py"], "did you mean --num_processes?"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], told: str, script: Path) -> None:
+    done = launch(*words, cwd=script.parent)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_without_torch() -> None:
+    for words in (["--help"], ["launch", "--help"]):
+        program = (
+            "import sys\nsys.modules['torch'] = None\nfrom accelerate.commands.accelerate_cli import run\n"
+            f"sys.exit(run({words!r}))\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=launch_environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "usage: accelerate" in done.stdout

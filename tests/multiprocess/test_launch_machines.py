@@ -1,0 +1,154 @@
+"""Several launchers that meet: machines, the nodes of a Slurm job, and mpirun."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.launching import launch, launch_command, launch_environment
+from tests.support.processes import free_port
+
+pytestmark = pytest.mark.multiprocess
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+MEET = """
+import os, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+everyone = [None] * dist.get_world_size()
+dist.all_gather_object(everyone, int(os.environ["RANK"]))
+sys.stdout.write(f"met {os.environ['RANK']} {os.environ['LOCAL_RANK']} {everyone}\\n")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Path:
+    path = tmp_path / "facts.py"
+    line = "sys.stdout.write(json.dumps({name: os.environ.get(name) for name in names}) + '\\n')"
+    path.write_text(f"import json, os, sys\nnames = {NAMES!r}\n{line}\n")
+    return path
+
+
+@pytest.fixture
+def meet(tmp_path: Path) -> Path:
+    path = tmp_path / "meet.py"
+    path.write_text(MEET)
+    return path
+
+
+def launch_all(runs: list[tuple[list[str], dict[str, str]]]) -> list[str]:
+    """Run launchers beside each other and return what each printed."""
+    processes = [
+        subprocess.Popen(
+            launch_command(*words),
+            env=launch_environment(env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for words, env in runs
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * len(runs), outputs
+    return [output for output, _ in outputs]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_machines_meet(meet: Path, backend: str) -> None:
+    port = str(free_port())
+    common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--rdzv_backend", backend]
+    common += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    outputs = launch_all([([*common, "--machine_rank", str(rank), str(meet)], {}) for rank in (0, 1)])
+    assert sorted(outputs) == ["met 0 0 [0, 1]\n", "met 1 0 [0, 1]\n"]
+
+
+def slurm(task: int, tasks: int, nodes: int) -> dict[str, str]:
+    per_node = tasks // nodes
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_PROCID": str(task),
+        "SLURM_LOCALID": str(task % per_node),
+        "SLURM_NODEID": str(task // per_node),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+
+
+def test_tasks_of_srun_are_the_workers(meet: Path) -> None:
+    port = str(free_port())
+    words = ["--cpu", "--main_process_port", port, str(meet)]
+    outputs = launch_all([(words, slurm(task, 2, 2)) for task in (0, 1)])
+    assert outputs == ["met 0 0 [0, 1]\n", "met 1 0 [0, 1]\n"]
+
+
+def test_one_task_a_node_starts_the_share_of_its_node(facts: Path) -> None:
+    words = ["--cpu", "--num_processes", "4", "--main_process_port", str(free_port()), str(facts)]
+    outputs = launch_all([(words, slurm(task, 2, 2)) for task in (0, 1)])
+    found: list[dict[str, Any]] = [json.loads(line) for output in outputs for line in output.splitlines()]
+    assert sorted((int(each["RANK"]), int(each["LOCAL_RANK"])) for each in found) == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert {(each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"], each["MASTER_ADDR"]) for each in found} == {
+        ("4", "2", "localhost")
+    }
+
+
+def test_a_port_that_is_taken(facts: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        named = launch("--cpu", "--num_processes", "2", "--main_process_port", port, str(facts))
+        assert named.returncode == 2
+        assert f"main_process_port={port} (flag --main_process_port)" in named.stderr
+        replaced = launch("--cpu", "--num_processes", "2", str(facts), env={"MASTER_PORT": port})
+        assert replaced.returncode == 0, replaced.stderr
+        assert "a free one takes its place" in replaced.stderr
+        assert len(replaced.stdout.splitlines()) == 2
+
+
+@pytest.fixture
+def as_root(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the variables with which Open MPI starts for any user and on any number of cores."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not on the PATH")
+    return {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def test_mpirun_starts_the_workers(meet: Path, tmp_path: Path, as_root: dict[str, str]) -> None:
+    script = tmp_path / "mpi.py"
+    script.write_text(
+        "import sys, torch\nfrom accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0]), 'sum')\n"
+        "sys.stdout.write(f'total {total.item()} {accelerator.num_processes}\\n')\n"
+        "accelerator.end_training()\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", "--mpirun_hostfile", "localhost", str(script), env=as_root)
+    assert sorted(done.stdout.splitlines()) == ["total 3.0 2"] * 2, done.stderr
+
+
+def test_the_first_failure_under_mpirun(tmp_path: Path, as_root: dict[str, str]) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    raise ValueError('broken on purpose')\n"
+        "time.sleep(600)\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", "--mpirun_hostfile", "localhost", str(script), env=as_root)
+    assert done.returncode != 0
+    assert "rank 1 of 2 failed" in done.stderr
+    assert done.stderr.splitlines()[-1] == "ValueError: broken on purpose"

@@ -1,0 +1,91 @@
+"""The machine is recognised by its device files and variables, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accelerate.devices import registry
+from accelerate.devices.hardware import CPU, KNOWN
+from accelerate.devices.machine import Machine, SlurmJob, detect
+
+
+def make(root: Path, *files: str) -> Path:
+    for name in files:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def test_device_files_are_counted(tmp_path: Path) -> None:
+    found = detect({}, root=make(tmp_path, "dev/nvidia0", "dev/nvidia1", "dev/nvidiactl", "dev/nvidia-uvm"))
+    assert (found.device_type, found.device_count, found.visible_devices_variable) == (
+        "cuda",
+        2,
+        "CUDA_VISIBLE_DEVICES",
+    )
+    assert str(found) == f"2 of type cuda and {found.cpu_count} CPU cores"
+
+
+@pytest.mark.parametrize(("limit", "count"), [("0", 1), ("0,1", 2), ("", 0), ("-1", 0), ("1,-1,0", 1), ("0,1,2,3", 2)])
+def test_the_variable_of_the_vendor_limits_what_counts(tmp_path: Path, limit: str, count: int) -> None:
+    root = make(tmp_path, "dev/nvidia0", "dev/nvidia1")
+    assert detect({"CUDA_VISIBLE_DEVICES": limit}, root=root).device_count == count
+
+
+def test_a_machine_with_nothing_has_its_processors(tmp_path: Path) -> None:
+    found = detect({}, root=tmp_path)
+    if found.device_type == "mps":
+        pytest.skip("the accelerator of Apple has no device file")
+    assert (found.device_type, found.device_count, found.has_accelerator) == ("cpu", 0, False)
+    assert found.cpu_count >= 1
+    assert str(found).startswith("no accelerator and ")
+
+
+def test_the_processor_in_amds_list_does_not_count(tmp_path: Path) -> None:
+    for node, simd in (("0", "0"), ("1", "480"), ("2", "480")):
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / node
+        folder.mkdir(parents=True)
+        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simd}\n")
+    assert (detect({}, root=tmp_path).device_type, detect({}, root=tmp_path).device_count) == ("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "device"),
+    [
+        ("dev/davinci0", "npu"),
+        ("dev/cambricon_dev0", "mlu"),
+        ("dev/mtgpu.0", "musa"),
+        ("dev/tcaicard0", "sdaa"),
+        ("dev/hl0", "hpu"),
+        ("dev/neuron0", "neuron"),
+        ("dev/accel0", "xla"),
+    ],
+)
+def test_every_vendor_is_known_by_its_files(tmp_path: Path, path: str, device: str) -> None:
+    assert detect({}, root=make(tmp_path, path)).device_type == device
+
+
+@pytest.mark.parametrize("kind", [*KNOWN, CPU], ids=lambda kind: kind.type)
+def test_facts_agree_with_the_devices_of_the_workers(kind: Machine) -> None:
+    backends = {backend.type: backend for backend in registry.all_backends()}
+    if kind.type not in backends:
+        pytest.skip("no backend of its own")
+    assert kind.label is backends[kind.type].label
+    if kind is not CPU:
+        assert kind.variable == backends[kind.type].visible_devices_variable  # type: ignore[attr-defined]
+
+
+def test_slurm_is_read_from_its_variables(tmp_path: Path) -> None:
+    environ = {"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NODEID": "1"}
+    assert detect(environ, root=tmp_path).slurm == SlurmJob("17", 2, 8, 1)
+    assert detect({}, root=tmp_path).slurm is None
+
+
+def test_mpirun_is_looked_for_on_the_path(tmp_path: Path) -> None:
+    program = make(tmp_path, "bin/mpirun") / "bin" / "mpirun"
+    program.chmod(0o755)
+    assert detect({"PATH": str(program.parent)}, root=tmp_path).has_mpirun
+    assert not detect({"PATH": str(tmp_path)}, root=tmp_path).has_mpirun

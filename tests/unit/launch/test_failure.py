@@ -1,0 +1,100 @@
+"""Which worker failed first, and how that is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from accelerate.launch import kernel
+from accelerate.launch.failure import Failure, exit_code_of, first, read_record, report
+from accelerate.launch.kernel import OutOfMemoryKills
+
+NOTHING = OutOfMemoryKills(None, None)
+
+
+def failure(rank: int, time: float, code: int = 1, text: str = "ValueError: x") -> Failure:
+    return Failure(rank, rank, 100 + rank, code, time, text)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([failure(0, 10.4), failure(1, 10.2)], 1),
+        # The agent ends the others, and whole seconds put that before the cause.
+        ([failure(0, 10.0, -signal.SIGTERM, ""), failure(1, 10.4)], 1),
+        # The others lose the peer that was killed before its death is noticed.
+        ([failure(0, 10.3, text="RuntimeError: Connection closed by peer"), failure(1, 11.0, -signal.SIGKILL, "")], 1),
+        ([failure(0, 10.3, text="OSError: own"), failure(1, 11.0, -signal.SIGSEGV, "")], 1),
+        # A worker that does not end is killed, long after the cause.
+        ([failure(0, 10.3), failure(1, 41.0, -signal.SIGKILL, "")], 0),
+        # Communication libraries abort when a peer is gone.
+        ([failure(0, 10.3), failure(1, 10.9, -signal.SIGABRT, "")], 0),
+        ([failure(0, 10.0, -signal.SIGTERM, "")], 0),
+    ],
+)
+def test_the_failure_that_the_others_follow_from(failures: list[Failure], expected: int) -> None:
+    assert first(failures).rank == expected
+    assert first(failures[::-1]).rank == expected
+
+
+def test_the_report_ends_with_the_traceback() -> None:
+    text = "Traceback (most recent call last):\n  ...\nValueError: broken\n"
+    lines = report([failure(3, 1.0, 1, text), failure(0, 1.0, -15, "")], 4, NOTHING).splitlines()
+    assert lines[-3:] == text.splitlines()
+    assert lines[-5].startswith("rank 3 of 4 failed on ")
+    assert lines[-5].endswith("(local rank 3, process 103): exit code 1")
+    assert lines[-4] == "ended after it: rank 0"
+    assert "ValueError" not in report([failure(3, 1.0, 1, text)], 4, NOTHING, quiet=True)
+
+
+def test_a_machine_that_only_lost_its_peers_points_elsewhere() -> None:
+    assert "another machine" in report([failure(0, 1.0, 1, "RuntimeError: Connection reset by peer")], 4, NOTHING)
+
+
+def test_a_kill_for_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = [failure(1, 1.0, -signal.SIGKILL, "")]
+    counted = OutOfMemoryKills(control_group=2, machine=5)
+    monkeypatch.setattr(OutOfMemoryKills, "now", classmethod(lambda cls: cls(control_group=3, machine=6)))
+    told = report(killed, 2, counted)
+    assert "SIGKILL: killed, probably by the kernel for lack of memory" in told
+    assert "oom_kill 2 -> 3" in told
+    monkeypatch.setattr(OutOfMemoryKills, "now", classmethod(lambda cls: counted))
+    assert "SIGKILL, sent from outside" in report(killed, 2, counted)
+
+
+def test_the_kernel_counters_of_this_machine() -> None:
+    now = OutOfMemoryKills.now()
+    if not Path("/proc/vmstat").exists():
+        pytest.skip("this kernel has no /proc/vmstat")
+    assert isinstance(now.machine, int)
+    assert now.evidence_since(pid=2**30) is None
+
+
+def test_a_counter_file(tmp_path: Path) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 4\noom_kill 7\n")
+    assert kernel._counter(events, "oom_kill") == 7
+    assert kernel._counter(events, "absent") is None
+    assert kernel._counter(tmp_path / "absent", "oom_kill") is None
+
+
+def test_records(tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    assert read_record(record) == (None, "")
+    (tmp_path / "fault.txt").write_text("Fatal Python error: Segmentation fault\n")
+    assert read_record(record) == (None, "Fatal Python error: Segmentation fault")
+    extra = {"py_callstack": "the stack", "timestamp": "12", "precise_timestamp": 12.5}
+    record.write_text(json.dumps({"message": {"message": "E", "extraInfo": extra}}))
+    assert read_record(record) == (12.5, "the stack")
+    record.write_text('{"message": "only text"}')
+    assert read_record(record) == (None, "only text")
+    record.write_text('{"message"')
+    assert read_record(record)[0] is None
+
+
+def test_exit_codes() -> None:
+    assert exit_code_of(failure(0, 1.0, 7)) == 7
+    assert exit_code_of(failure(0, 1.0, -9)) == 137
