@@ -31,7 +31,7 @@ class SubCommand:
 _TABLE = (
     SubCommand(
         "config",
-        "Answer a few questions and keep the answers for launch",
+        "Write, update and convert the file of launch options",
         "config",
         "get_config_parser",
         "config_command",
