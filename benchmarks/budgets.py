@@ -113,6 +113,44 @@ def bare_import_lines(results: Results) -> Iterator[Line]:
     )
 
 
+def help_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].quiet("accelerate"), results.get(REFERENCE)
+    yield Line(
+        label="accelerate launch --help",
+        unit="s",
+        budget="<= 0.25 s",
+        ours=ours,
+        passed=ours <= 0.25,
+        reference=other.quiet("accelerate") if other else None,
+    )
+
+
+def one_process_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].extra("accelerate"), results.get(REFERENCE)
+    yield Line(
+        label="accelerate launch of one process: extra over python",
+        unit="s",
+        budget="<= 0.15 s",
+        ours=ours,
+        passed=ours <= 0.15,
+        reference=other.extra("accelerate") if other else None,
+        others=(("python", results[OURS].quiet("plain")),),
+    )
+
+
+def two_process_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].ratio("accelerate"), results.get(REFERENCE)
+    yield Line(
+        label="accelerate launch of two processes over torchrun",
+        unit="x",
+        budget="<= 1.05 x",
+        ours=ours,
+        passed=ours <= 1.05,
+        reference=other.ratio("accelerate") if other else None,
+        others=(("torchrun, s", results[OURS].quiet("plain")),),
+    )
+
+
 CASES = (
     *(
         Case("step", "A training step", Script("step.py", ("--variant", variant)), step_lines(label))
@@ -130,4 +168,8 @@ CASES = (
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
     Case("import", "Import", Script("imports.py", sessions=7), import_lines),
     Case("import", "Import", Script("imports.py", ("--bare",), sessions=1), bare_import_lines),
+    *(
+        Case("launch", "Launch", Script("launch.py", ("--kind", kind), sessions=1), lines)
+        for kind, lines in (("help", help_lines), ("one", one_process_lines), ("two", two_process_lines))
+    ),
 )

@@ -17,7 +17,7 @@ HEADER = "| what | budget | ours | reference | also measured | |\n|---|---|---:|
 def number(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    digits = 3 if unit == "x" else 1
+    digits = 3 if unit in {"x", "s"} else 1
     return f"{value:.{digits}f} {unit}".strip()
 
 

@@ -15,14 +15,14 @@ def run_out_of_memory() -> None:
     torch.empty(2**60)
 
 
-def main(start: int, fits: int) -> int:
+def main(largest: int, fits: int) -> int:
     accelerator = Accelerator()
     set_seed(0)
     inputs = torch.randn(256, 8)
     targets = inputs @ torch.randn(8, 1)
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=start)
+    @find_executable_batch_size(starting_batch_size=largest)
     def train(batch_size: int) -> float:
         tried.append(batch_size)
         accelerator.free_memory()
@@ -49,6 +49,6 @@ def main(start: int, fits: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Find the batch size that fits.")
-    parser.add_argument("--start", type=int, default=128)
+    parser.add_argument("--largest", type=int, default=128)
     parser.add_argument("--fits", type=int, default=32)
     main(**vars(parser.parse_args()))

@@ -41,9 +41,12 @@ if TYPE_CHECKING:
     from accelerate.config.sections.handlers import GradScalerKwargs as GradScalerKwargs
     from accelerate.config.sections.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
     from accelerate.config.sections.handlers import ProfileKwargs as ProfileKwargs
+    from accelerate.config.sections.plugins_deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accelerate.config.sections.training import DataLoaderConfiguration as DataLoaderConfiguration
     from accelerate.data_loader import skip_first_batches as skip_first_batches
     from accelerate.launchers import debug_launcher as debug_launcher
+    from accelerate.launchers import notebook_launcher as notebook_launcher
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
     from accelerate.state import PartialState as PartialState
     from accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
@@ -69,9 +72,11 @@ else:
                 "accelerate.config.sections.handlers": (
                     "AutocastKwargs DistributedDataParallelKwargs GradScalerKwargs InitProcessGroupKwargs ProfileKwargs"
                 ),
+                "accelerate.config.sections.plugins_deepspeed": "DeepSpeedPlugin",
+                "accelerate.config.sections.plugins_fsdp": "FullyShardedDataParallelPlugin",
                 "accelerate.config.sections.training": "DataLoaderConfiguration",
                 "accelerate.data_loader": "skip_first_batches",
-                "accelerate.launchers": "debug_launcher",
+                "accelerate.launchers": "debug_launcher notebook_launcher",
                 "accelerate.parallelism_config": "ParallelismConfig",
                 "accelerate.state": "PartialState",
                 "accelerate.utils.memory": "find_executable_batch_size",

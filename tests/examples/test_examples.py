@@ -140,7 +140,7 @@ def test_local_sgd_ends_with_the_same_weights_everywhere(world_size: int) -> Non
 
 @pytest.mark.parametrize("world_size", LAUNCHES)
 def test_one_process_out_of_memory_shrinks_the_batch_of_all(world_size: int) -> None:
-    output = run_example("memory", world_size, "--start", "64", "--fits", "16")
+    output = run_example("memory", world_size, "--largest", "64", "--fits", "16")
     sizes = re.findall(r"\d+", output.partition("[")[2].partition("]")[0])
     assert len(sizes) == world_size
     assert len(set(sizes)) == 1

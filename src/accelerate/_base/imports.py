@@ -85,6 +85,21 @@ def require(package: str, *, why: str, extra: str | None = None) -> ModuleType:
         ) from error
 
 
+def deepspeed_required(func: Callable[P, R]) -> Callable[P, R]:
+    """Make a function raise a clear error where DeepSpeed is not installed."""
+
+    @functools.wraps(func)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_deepspeed_available():
+            raise MissingPackageError(
+                f"{func.__qualname__} needs the package 'deepspeed', which is not installed. "
+                'Install it with `pip install "accelerate[deepspeed]"`.'
+            )
+        return func(*args, **kwargs)
+
+    return checked
+
+
 def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     """Make a function raise a clear error where torchao is not installed."""
 

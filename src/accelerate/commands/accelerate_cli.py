@@ -30,6 +30,13 @@ class SubCommand:
 
 _TABLE = (
     SubCommand(
+        "completion",
+        "Print a script that completes this program in a shell",
+        "completion",
+        "completion_command_parser",
+        "completion_command",
+    ),
+    SubCommand(
         "config",
         "Write, update and convert the file of launch options",
         "config",
@@ -106,15 +113,19 @@ def run_command(command: SubCommand, arguments: Sequence[str]) -> int:
     return 0
 
 
+def present() -> list[SubCommand]:
+    """Return the sub-commands that are there."""
+    return [command for command in _TABLE if command.exists]
+
+
 def find(name: str) -> SubCommand:
     """Return a sub-command of the table, for programs that start it under a name of their own."""
     return next(command for command in _TABLE if command.name == name)
 
 
 def _help() -> str:
-    present = [command for command in _TABLE if command.exists]
-    width = max(len(command.name) for command in present) + 2
-    lines = "\n".join(f"  {command.name:<{width}}{command.help}" for command in present)
+    width = max(len(command.name) for command in present()) + 2
+    lines = "\n".join(f"  {command.name:<{width}}{command.help}" for command in present())
     return (
         "usage: accelerate <command> [options]\n\n"
         f"commands:\n{lines}\n\n"

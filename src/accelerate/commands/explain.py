@@ -29,9 +29,8 @@ _WIDTH_OF_A_FILE = 160
 
 def explain(config: RunConfig, plan: LaunchPlan, reason: str, *, verbose: bool = False) -> None:
     """Print the values, the plan and its notes."""
-    width = None if sys.stdout.isatty() else max(_WIDTH_OF_A_FILE, shutil.get_terminal_size().columns)
-    console = Console(width=width, highlight=False)
-    console.print(_values(config, verbose=verbose))
+    console = wide_console()
+    console.print(table_of(config, "What this launch would use", verbose=verbose))
     if not verbose:
         console.print(Text("Values that are defaults are left out; --verbose shows them.", style="dim"))
     console.print()
@@ -51,8 +50,19 @@ def explain(config: RunConfig, plan: LaunchPlan, reason: str, *, verbose: bool =
     console.print(Text("Nothing was started.", style="bold"))
 
 
-def _values(config: RunConfig, *, verbose: bool) -> Table:
-    table = Table("option", "value", "origin", title="What this launch would use", title_justify="left")
+def wide_console() -> Console:
+    """Return a console as wide as the terminal, or wide enough where the output is none."""
+    width = None if sys.stdout.isatty() else max(_WIDTH_OF_A_FILE, shutil.get_terminal_size().columns)
+    return Console(width=width, highlight=False)
+
+
+def table_of(config: RunConfig, title: str, *, verbose: bool) -> Table:
+    """Return the table of values and origins.
+
+    Args:
+        verbose: Show defaults as well.
+    """
+    table = Table("option", "value", "origin", title=title, title_justify="left")
     section = None
     for place, key, value, origin in config.rows():
         if not verbose and is_default(config, key):

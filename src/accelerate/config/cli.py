@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate.config.files.reading import nearest
 from accelerate.config.sections.launch import LaunchOption, options
 
 
@@ -108,6 +107,9 @@ def _reader(option: LaunchOption) -> Callable[[str], Any]:
 
 
 def _refusal(option: LaunchOption, text: str) -> str:
+    # Only a refusal needs what reads files.
+    from accelerate.config.files.reading import nearest
+
     choices = [str(choice) for choice in option.knob.choices]
     meaning = f"one of {', '.join(choices)}" if choices else option.knob.codec.meaning
     hint = nearest(text, choices).strip()

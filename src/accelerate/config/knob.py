@@ -180,6 +180,30 @@ def member_of(enum: type[E], *, upper: bool = False) -> Codec[E]:
     )
 
 
+Condition = Callable[[Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How `accelerate config` asks for an option.
+
+    Args:
+        text: The question, where the option's help does not serve as one.
+        default: The answer that is offered, where it differs from the option's default.
+        choices: The answers to choose from, where the option does not list its own.
+        optional: No answer leaves the option out.
+        only_if: Says whether to ask, from every option by name as answered so far, and `distributed_type`.
+        after: The option whose question comes right before, where that is not the one declared before.
+    """
+
+    text: str = ""
+    default: Any = None
+    choices: tuple[Any, ...] = ()
+    optional: bool = False
+    only_if: Condition | None = None
+    after: str = ""
+
+
 @dataclass(frozen=True)
 class Knob:
     """What is known of one option beside its name, type and default.
@@ -201,6 +225,7 @@ class Knob:
         reader: Who reads the value, if it is not (only) the worker through `env`.
         secret: Never show the value.
         only_if: Says, from the values of all options, whether this one means anything.
+        ask: How it is asked for; None asks nobody.
     """
 
     help: str
@@ -216,7 +241,8 @@ class Knob:
     old_keys: tuple[str, ...] = ()
     reader: Reader | None = None
     secret: bool = False
-    only_if: Callable[[Mapping[str, Any]], bool] | None = None
+    only_if: Condition | None = None
+    ask: Ask | None = None
 
     def encode(self, value: Any) -> dict[str, str]:
         """Return the variables that hold a value; none where the value is off or not given."""
@@ -287,7 +313,8 @@ def knob(
     old_keys: tuple[str, ...] = (),
     reader: Reader | None = None,
     secret: bool = False,
-    only_if: Callable[[Mapping[str, Any]], bool] | None = None,
+    only_if: Condition | None = None,
+    ask: Ask | None = None,
 ) -> Any:
     """Declare an option as the field of a settings dataclass.
 
@@ -312,6 +339,7 @@ def knob(
         reader=reader,
         secret=secret,
         only_if=only_if,
+        ask=ask,
     )
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata={KEY: declared})

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.conflicts import check
-from accelerate.config.files.kinds import kind_of
 from accelerate.config.files.locations import current_default_file
-from accelerate.config.files.reading import ConfigFile, read_config_file
 from accelerate.config.run_config import Origin, Resolved, RunConfig, Source
 from accelerate.config.sections.launch import LaunchOption, options
 
 if TYPE_CHECKING:
+    from accelerate.config.files.reading import ConfigFile
     from accelerate.devices.machine import Machine
 
 PARADIGMS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -24,7 +23,7 @@ _OTHER_HARDWARE = ("multi_gpu", "tpu")
 
 
 def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[str, str] | None = None) -> RunConfig:
-    """Merge what was said, the strongest last: defaults, detection, environment, file, flags.
+    """Merge what was said, and refuse what contradicts itself.
 
     Args:
         namespace: What a parser with the arguments of `config.cli` returned.
@@ -35,6 +34,20 @@ def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping
         ConfigurationError: A value cannot be read, or two contradict each other or the machine.
     """
     variables = env.items() if environ is None else dict(environ)
+    config = merge(namespace, machine, environ=variables)
+    check(config, variables)
+    return config
+
+
+def merge(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[str, str]) -> RunConfig:
+    """Merge what was said, the strongest last: defaults, detection, environment, file, flags.
+
+    The arguments are those of `resolve`, which goes on to check what came out.
+
+    Raises:
+        ConfigurationError: A value cannot be read.
+    """
+    variables = dict(environ)
     flags = _flags(namespace)
     file = _find_file(flags)
     values = {name: _merge(option, flags, file, variables) for name, option in options().items()}
@@ -43,9 +56,7 @@ def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping
         notes += _apply_paradigm(values, file, flags)
     notes += _without_effect(flags)
     _fill(values, machine)
-    config = RunConfig(values, machine=machine, file=file, notes=tuple(notes))
-    check(config, variables)
-    return config
+    return RunConfig(values, machine=machine, file=file, notes=tuple(notes))
 
 
 def _flags(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -61,11 +72,15 @@ def _flags(namespace: argparse.Namespace) -> dict[str, Any]:
 
 def _find_file(flags: Mapping[str, Any]) -> ConfigFile | None:
     """Read the file that was named, else the default one if there is one and the run is not on the CPU."""
-    named = flags.get("config_file")
-    if named is not None:
-        return read_config_file(named)
-    default = current_default_file()
-    return read_config_file(default) if not flags.get("cpu") and Path(default).is_file() else None
+    path = flags.get("config_file")
+    if path is None:
+        path = current_default_file()
+        if flags.get("cpu") or not Path(path).is_file():
+            return None
+    # A launch without a file does not load what reads one.
+    from accelerate.config.files.reading import read_config_file
+
+    return read_config_file(path)
 
 
 def _merge(
@@ -97,6 +112,8 @@ def _checked(option: LaunchOption, value: Any) -> Any:
 
 def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mapping[str, Any]) -> list[str]:
     """Turn on what the file's kind of run stands for, unless a flag chose another kind."""
+    from accelerate.config.files.kinds import kind_of
+
     origin = Origin(Source.FILE, f"{file.path}: distributed_type")
     kind = kind_of(file.distributed_type)
     notes: list[str] = []

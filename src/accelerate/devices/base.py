@@ -32,6 +32,7 @@ class DeviceBackend:
         autocast_dtypes: Names of the dtypes that autocast supports here without asking the hardware.
         process_variables: Environment variables that a process must have before it uses this hardware.
         needs_device_ids: Whether `DistributedDataParallel` wants the device index.
+        can_fork: Whether a forked process may use this hardware.
     """
 
     type: str
@@ -44,6 +45,7 @@ class DeviceBackend:
     autocast_dtypes: frozenset[str] = field(default_factory=frozenset)
     needs_device_ids: bool = True
     process_variables: tuple[tuple[str, str], ...] = ()
+    can_fork: bool = True
 
     def load(self) -> bool:
         """Import the vendor's package, if it has one, and return whether torch can know this device type now."""
@@ -88,6 +90,11 @@ class DeviceBackend:
             select(device)
         else:
             torch.accelerator.set_device_index(device.index)
+
+    def context_exists(self) -> bool:
+        """Return whether this process holds a context on a device, which a forked one could not use."""
+        check = getattr(self.module, "is_initialized", None)
+        return bool(check()) if check is not None else False
 
     def synchronize(self) -> None:
         """Wait until the device has done all work that was queued."""

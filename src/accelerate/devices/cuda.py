@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from .._base.enums import DistributedType
 from .base import DeviceBackend
 
@@ -13,4 +15,5 @@ BACKEND = DeviceBackend(
     priority=30,
     rng_key="torch_cuda_manual_seed",
     autocast_dtypes=frozenset({"float16"}),
+    can_fork=torch.version.hip is None,
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
-import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +80,8 @@ def _accelerator(environ: Mapping[str, str], root: Path) -> tuple[Hardware, int]
         count = _visible(kind, _count(kind, environ, root), environ)
         if count:
             return kind, count
-    if platform.system() == "Darwin" and platform.machine() == "arm64":
+    # Asked of the kernel: the module `platform` takes longer to load than all of this.
+    if sys.platform == "darwin" and os.uname().machine == "arm64":
         return APPLE, 1
     return CPU, 0
 
@@ -109,6 +109,8 @@ def _computes(node: Path) -> bool:
 
 
 def _lines(command: list[str]) -> int:
+    import subprocess  # slow to load, and most machines have no tool to ask
+
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):  # no driver behind the tool

@@ -13,4 +13,5 @@ BACKEND = DeviceBackend(
     priority=20,
     rng_key="torch_xpu_manual_seed",
     autocast_dtypes=frozenset({"float16", "bfloat16"}),
+    can_fork=False,
 )

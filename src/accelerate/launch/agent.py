@@ -42,11 +42,11 @@ def run_agent(
         def stopped(number: signal.Signals) -> BaseException:
             return SignalException(f"the launcher got {number.name}", sigval=number)
 
-        _quieten()
+        quieten()
         failures: list[Failure] = []
         try:
             with handled(stop, stopped):
-                elastic_launch(_launch_config(options, folder, stop), argv[0])(*argv[1:])
+                elastic_launch(launch_config(options, folder, stop.seconds_to_end), argv[0])(*argv[1:])
         except ChildFailedError as error:
             logs = Path(options.log_dir or folder)
             failures = [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
@@ -62,7 +62,8 @@ def run_agent(
     return exit_code_of(first(failures))
 
 
-def _launch_config(options: ElasticOptions, folder: str, stop: Stop) -> Any:
+def launch_config(options: ElasticOptions, folder: str, seconds_to_end: float = _SECONDS_TO_END, **more: Any) -> Any:
+    """Return the configuration of torch's agent; `more` are fields that a command does not need."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -84,7 +85,8 @@ def _launch_config(options: ElasticOptions, folder: str, stop: Stop) -> Any:
         "logs_specs": DefaultLogsSpecs(log_dir=options.log_dir or folder, tee=Std.from_str(options.tee)),
         # The handlers of this package stay in place of the agent's.
         "signals_to_handle": "",
-        "shutdown_timeout": int(stop.seconds_to_end),
+        "shutdown_timeout": int(seconds_to_end),
+        **more,
     }
     # The last two came after torch 2.9.
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
@@ -100,7 +102,7 @@ def _failure(rank: int, failure: Any, logs: Path) -> Failure:
     return Failure(rank, failure.local_rank, failure.pid, failure.exitcode, moment or noticed, text)
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silence the agent's own account of a failure, which the report replaces, unless a level was asked for."""
     if env.get("LOGLEVEL") is None:
         # Each of the agent's loggers has a level of its own.

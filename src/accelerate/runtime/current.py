@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from . import creation_site
 from .runtime import Runtime
 
 T = TypeVar("T")
@@ -21,6 +22,7 @@ MEETING: dict[str, Any] = {}
 _RUNTIME = "_runtime"
 _SLOTS = "_slots"
 _NUMBERS = "_numbers"
+_MADE_AT = "_made_at"
 
 
 def active() -> Runtime | None:
@@ -43,6 +45,13 @@ def install(started: Runtime, **facts: Any) -> None:
     PARTIAL.update(facts)
     PARTIAL[_RUNTIME] = started
     PARTIAL[_SLOTS] = {}
+    PARTIAL[_MADE_AT] = creation_site.find()
+
+
+def made_at() -> str | None:
+    """Return the line that started this process, where that is known: in an interactive kernel."""
+    place: str | None = PARTIAL.get(_MADE_AT)
+    return place
 
 
 def remember(key: str, factory: Callable[[], T]) -> T:

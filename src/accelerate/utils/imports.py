@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accelerate._base.imports import deepspeed_required as deepspeed_required
 from accelerate._base.imports import is_4bit_bnb_available as is_4bit_bnb_available
 from accelerate._base.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accelerate._base.imports import is_aim_available as is_aim_available

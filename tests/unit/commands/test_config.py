@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accelerate._base.errors import UsageError
+from accelerate._base.errors import ConfigurationError
 from accelerate.commands import config as command
 from accelerate.commands.config import default_config_file, get_config_parser, load_config_from_file
 from accelerate.commands.config.config_args import ClusterConfig
@@ -48,9 +48,29 @@ def test_the_parser_fits_under_another_one() -> None:
     assert above.parse_args(["config", "default"]).mixed_precision == "no"
 
 
-def test_without_questions_the_command_says_what_to_do() -> None:
-    with pytest.raises(UsageError, match="accelerate config default"):
-        run()
+def test_show_says_where_each_value_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("config.yaml")
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\n")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    run("show", "--config_file", str(path))
+    rows = {words[1]: words for line in capsys.readouterr().out.splitlines() if len(words := line.split()) > 4}
+    assert rows["num_processes"][3] == "3"
+    assert rows["num_processes"][5:7] == ["file", f"{path}:"]
+    assert rows["mixed_precision"][3:7] == ["bf16", "│", "environment", "ACCELERATE_MIXED_PRECISION"]
+    assert "rdzv_backend" not in rows
+    run("show", "--config_file", str(path), "--verbose")
+    assert "rdzv_backend" in capsys.readouterr().out
+
+
+def test_show_prints_what_this_machine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nnum_machines: 2\nmain_process_ip: 10.0.0.1\n")
+    with pytest.raises(ConfigurationError, match="cannot be shared evenly"):
+        run("show", "--config_file", str(path))
+    assert "num_machines" in capsys.readouterr().out
 
 
 def test_names_are_found_and_others_are_not() -> None:

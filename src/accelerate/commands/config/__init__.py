@@ -14,10 +14,13 @@ __getattr__, __dir__ = attach(
     __name__,
     by_home(
         {
-            f"{_HERE}.config": "config config_command_parser",
+            f"{_HERE}.cluster": "cluster get_cluster_input",
+            f"{_HERE}.config": "config config_command config_command_parser get_user_input",
             f"{_HERE}.config_args": "config_args default_config_file load_config_from_file",
             f"{_HERE}.config_utils": "config_utils",
             f"{_HERE}.default": "default default_command_parser",
+            f"{_HERE}.sagemaker": "sagemaker get_sagemaker_input",
+            f"{_HERE}.show": "show show_command_parser",
             f"{_HERE}.update": "update update_command_parser",
         }
     ),
@@ -32,11 +35,13 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """
     from accelerate.commands.config.config import config_command_parser
     from accelerate.commands.config.default import default_command_parser
+    from accelerate.commands.config.show import show_command_parser
     from accelerate.commands.config.update import update_command_parser
 
     parser = config_command_parser(subparsers)
     below = parser.add_subparsers(title="subcommands", dest="subcommand")
     default_command_parser(below, [])
+    show_command_parser(below, [])
     update_command_parser(below, [])
     return parser
 
@@ -49,3 +54,5 @@ def main() -> None:
     except AccelerateError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

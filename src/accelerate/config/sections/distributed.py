@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import INTEGER, NAMES, NUMBER, YES_NO, knob
+from accelerate.config.knob import INTEGER, NAMES, NUMBER, YES_NO, Ask, knob
+from accelerate.config.sections.asking import chooses_devices, machines_meet
 from accelerate.config.sections.launch_section import LaunchSection
 
 
@@ -20,6 +21,7 @@ class DistributedOptions(LaunchSection):
         codec=NAMES,
         fallback="all",
         reader="launcher",
+        ask=Ask(only_if=chooses_devices),
     )
     same_network: bool = knob(
         False,
@@ -28,10 +30,22 @@ class DistributedOptions(LaunchSection):
         shape="switch",
         reader="resolver",
     )
-    machine_rank: int | None = knob(help="Number of this machine, from 0.", codec=INTEGER, fallback=0, reader="elastic")
-    main_process_ip: str | None = knob(help="Address of the first machine.", env="MASTER_ADDR", reader="elastic")
+    machine_rank: int | None = knob(
+        help="Number of this machine, from 0.",
+        codec=INTEGER,
+        fallback=0,
+        reader="elastic",
+        ask=Ask(only_if=machines_meet),
+    )
+    main_process_ip: str | None = knob(
+        help="Address of the first machine.", env="MASTER_ADDR", reader="elastic", ask=Ask(only_if=machines_meet)
+    )
     main_process_port: int | None = knob(
-        help="Port of the first machine; 0 takes a free one.", codec=INTEGER, env="MASTER_PORT", reader="elastic"
+        help="Port of the first machine; 0 takes a free one.",
+        codec=INTEGER,
+        env="MASTER_PORT",
+        reader="elastic",
+        ask=Ask(default=29500, only_if=machines_meet),
     )
     tee: str = knob(
         "0",
@@ -42,7 +56,12 @@ class DistributedOptions(LaunchSection):
     )
     log_dir: str | None = knob(help="Folder for the logs of each process.", yaml="", reader="elastic")
     role: str = knob("default", help="Name of the workers in logs.", yaml="", reader="elastic")
-    rdzv_backend: str = knob("static", help="How the machines meet: static, c10d or etcd.", reader="elastic")
+    rdzv_backend: str = knob(
+        "static",
+        help="How the machines meet: static, c10d or etcd.",
+        reader="elastic",
+        ask=Ask("How the machines meet", choices=("static", "c10d", "etcd"), only_if=machines_meet),
+    )
     rdzv_conf: str = knob("", help="Options of the meeting, as `key=value,key=value`.", yaml="", reader="elastic")
     max_restarts: int = knob(
         0, help="How often the workers are started anew after a failure.", codec=INTEGER, yaml="", reader="elastic"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accelerate._base.constants import TORCH_DYNAMO_MODES
 from accelerate._base.enums import DynamoBackend
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.knob import TRUE_FALSE, YES_NO, knob, member_of, shared, word_of
+from accelerate.config.knob import TRUE_FALSE, YES_NO, Ask, knob, member_of, shared, word_of
 from accelerate.config.sections.launch_section import LaunchSection
 from accelerate.config.settings import KwargsHandler
 
@@ -77,6 +78,10 @@ class TorchDynamoPlugin(KwargsHandler):
         return values
 
 
+def _compiles(answers: Mapping[str, Any]) -> bool:
+    return bool(answers["dynamo_backend"] != "no")
+
+
 @dataclass
 class DynamoOptions(LaunchSection):
     """How models are compiled, at launch."""
@@ -92,6 +97,7 @@ class DynamoOptions(LaunchSection):
         codec=word_of(*_COMPILERS, written_upper=True, aliases={"torhchxla_trace_once": "torchxla_trace_once"}),
         choices=_COMPILERS,
         fallback="no",
+        ask=Ask("Compiler for models (torch.compile)"),
     )
     dynamo_mode: str = shared(
         TorchDynamoPlugin,
@@ -99,9 +105,19 @@ class DynamoOptions(LaunchSection):
         "default",
         codec=word_of(*TORCH_DYNAMO_MODES),
         choices=tuple(TORCH_DYNAMO_MODES),
+        ask=Ask(only_if=_compiles),
     )
-    dynamo_use_fullgraph: bool = shared(TorchDynamoPlugin, "fullgraph", False, codec=TRUE_FALSE, shape="switch")
-    dynamo_use_dynamic: bool = shared(TorchDynamoPlugin, "dynamic", False, codec=TRUE_FALSE, shape="switch")
+    dynamo_use_fullgraph: bool = shared(
+        TorchDynamoPlugin, "fullgraph", False, codec=TRUE_FALSE, shape="switch", ask=Ask(only_if=_compiles)
+    )
+    dynamo_use_dynamic: bool = shared(
+        TorchDynamoPlugin, "dynamic", False, codec=TRUE_FALSE, shape="switch", ask=Ask(only_if=_compiles)
+    )
     dynamo_use_regional_compilation: bool = shared(
-        TorchDynamoPlugin, "use_regional_compilation", False, codec=TRUE_FALSE, shape="switch"
+        TorchDynamoPlugin,
+        "use_regional_compilation",
+        False,
+        codec=TRUE_FALSE,
+        shape="switch",
+        ask=Ask(only_if=_compiles),
     )

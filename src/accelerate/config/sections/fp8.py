@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from accelerate._base.errors import MissingPackageError
 from accelerate._base.warn_once import warn_once
 from accelerate.config import env
-from accelerate.config.knob import FLAGS, INTEGER, ONE_ZERO, TRUE_FALSE, UPPER, YES_NO, knob, shared, word_of
+from accelerate.config.knob import FLAGS, INTEGER, ONE_ZERO, TRUE_FALSE, UPPER, YES_NO, Ask, knob, shared, word_of
 from accelerate.config.sections.launch_section import LaunchSection
 from accelerate.config.settings import KwargsHandler
 
@@ -192,6 +192,10 @@ def _trains_in_8_bits(config: Mapping[str, Any]) -> bool:
     return bool(config["mixed_precision"] == "fp8")
 
 
+def _asked_with(library: str, choices: tuple[str, ...] = ()) -> Ask:
+    return Ask(choices=choices, only_if=lambda answers: bool(answers["fp8_backend"] == library))
+
+
 @dataclass
 class Fp8Options(LaunchSection):
     """How 8-bit training computes, at launch."""
@@ -201,7 +205,13 @@ class Fp8Options(LaunchSection):
     prefix: ClassVar[str] = "fp8_"
 
     fp8_backend: str | None = shared(
-        FP8RecipeKwargs, "backend", codec=word_of(*_LIBRARIES), choices=_LIBRARIES, flag=None, only_if=_trains_in_8_bits
+        FP8RecipeKwargs,
+        "backend",
+        codec=word_of(*_LIBRARIES),
+        choices=_LIBRARIES,
+        flag=None,
+        only_if=_trains_in_8_bits,
+        ask=Ask(),
     )
     fp8_use_autocast_during_eval: bool = shared(
         TERecipeKwargs,
@@ -210,9 +220,10 @@ class Fp8Options(LaunchSection):
         codec=TRUE_FALSE,
         shape="switch",
         only_if=_trains_in_8_bits,
+        ask=_asked_with("te"),
     )
-    fp8_margin: int = shared(TERecipeKwargs, "margin", 0, only_if=_trains_in_8_bits)
-    fp8_interval: int = shared(TERecipeKwargs, "interval", 1, only_if=_trains_in_8_bits)
+    fp8_margin: int = shared(TERecipeKwargs, "margin", 0, only_if=_trains_in_8_bits, ask=_asked_with("te"))
+    fp8_interval: int = shared(TERecipeKwargs, "interval", 1, only_if=_trains_in_8_bits, ask=_asked_with("te"))
     fp8_format: str = shared(
         TERecipeKwargs,
         "fp8_format",
@@ -220,9 +231,15 @@ class Fp8Options(LaunchSection):
         codec=word_of("HYBRID", "E4M3", "E5M2", upper=True),
         flag=None,
         only_if=_trains_in_8_bits,
+        ask=_asked_with("te", choices=("HYBRID", "E4M3", "E5M2")),
     )
     fp8_amax_history_len: int = shared(
-        TERecipeKwargs, "amax_history_len", 1024, old_keys=("fp8_amax_history_length",), only_if=_trains_in_8_bits
+        TERecipeKwargs,
+        "amax_history_len",
+        1024,
+        old_keys=("fp8_amax_history_length",),
+        only_if=_trains_in_8_bits,
+        ask=_asked_with("te"),
     )
     fp8_amax_compute_algo: str = shared(
         TERecipeKwargs,
@@ -231,6 +248,7 @@ class Fp8Options(LaunchSection):
         codec=word_of("max", "most_recent"),
         old_keys=("fp8_amax_compute_algorithm",),
         only_if=_trains_in_8_bits,
+        ask=_asked_with("te", choices=("most_recent", "max")),
     )
     fp8_override_linear_precision: tuple[bool, ...] = shared(
         TERecipeKwargs,
@@ -239,6 +257,7 @@ class Fp8Options(LaunchSection):
         codec=FLAGS,
         env=",".join(_OVERRIDES),
         only_if=_trains_in_8_bits,
+        ask=_asked_with("te"),
     )
     fp8_opt_level: str = shared(
         MSAMPRecipeKwargs,
@@ -247,8 +266,16 @@ class Fp8Options(LaunchSection):
         codec=word_of("O1", "O2", upper=True),
         old_keys=("fp8_optimization_level",),
         only_if=_trains_in_8_bits,
+        ask=_asked_with("msamp", choices=("O1", "O2")),
     )
     fp8_enable_fsdp_float8_all_gather: bool = shared(
-        AORecipeKwargs, "enable_fsdp_float8_all_gather", True, codec=ONE_ZERO, only_if=_trains_in_8_bits
+        AORecipeKwargs,
+        "enable_fsdp_float8_all_gather",
+        True,
+        codec=ONE_ZERO,
+        only_if=_trains_in_8_bits,
+        ask=_asked_with("ao"),
     )
-    fp8_pad_inner_dim: bool = shared(AORecipeKwargs, "pad_inner_dim", True, codec=ONE_ZERO, only_if=_trains_in_8_bits)
+    fp8_pad_inner_dim: bool = shared(
+        AORecipeKwargs, "pad_inner_dim", True, codec=ONE_ZERO, only_if=_trains_in_8_bits, ask=_asked_with("ao")
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import TRUE_FALSE, YES_NO, knob
+from accelerate.config.knob import TRUE_FALSE, YES_NO, Ask, knob
+from accelerate.config.sections.asking import several_processes
 from accelerate.config.sections.launch_section import LaunchSection
 
 
@@ -22,6 +23,7 @@ class HardwareOptions(LaunchSection):
         env="ACCELERATE_USE_CPU",
         shape="switch",
         yaml="use_cpu",
+        ask=Ask("Compute on the CPU alone", only_if=lambda answers: not several_processes(answers)),
     )
     multi_gpu: bool = knob(
         False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import INTEGER, NUMBER, TEXT_OR_FLAG, TRUE_FALSE, YES_NO, knob, word_of
+from accelerate.config.knob import INTEGER, NUMBER, TEXT_OR_FLAG, TRUE_FALSE, YES_NO, Ask, knob, word_of
 from accelerate.config.sections.launch_section import LaunchSection
 
 
@@ -19,7 +19,7 @@ class MegatronOptions(LaunchSection):
     switch: ClassVar[str | None] = "use_megatron_lm"
 
     megatron_lm_tp_degree: int = knob(
-        1, help="Processes that split each layer.", codec=INTEGER, env="MEGATRON_LM_TP_DEGREE"
+        1, help="Processes that split each layer.", codec=INTEGER, env="MEGATRON_LM_TP_DEGREE", ask=Ask()
     )
     megatron_lm_use_custom_fsdp: bool = knob(
         False, help="Shard with Megatron's own FSDP.", codec=TRUE_FALSE, env="MEGATRON_LM_USE_CUSTOM_FSDP"
@@ -59,26 +59,39 @@ class MegatronOptions(LaunchSection):
         codec=INTEGER,
         env="MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS",
     )
-    megatron_lm_pp_degree: int = knob(1, help="Stages of the pipeline.", codec=INTEGER, env="MEGATRON_LM_PP_DEGREE")
+    megatron_lm_pp_degree: int = knob(
+        1, help="Stages of the pipeline.", codec=INTEGER, env="MEGATRON_LM_PP_DEGREE", ask=Ask()
+    )
     megatron_lm_num_micro_batches: int | None = knob(
         help="Parts of a batch that go through the pipeline one by one.",
         codec=INTEGER,
         env="MEGATRON_LM_NUM_MICRO_BATCHES",
+        ask=Ask(default=1, only_if=lambda answers: answers["megatron_lm_pp_degree"] > 1),
     )
     megatron_lm_sequence_parallelism: bool | None = knob(
-        help="Split sequences where layers are not split.", codec=YES_NO, env="MEGATRON_LM_SEQUENCE_PARALLELISM"
+        help="Split sequences where layers are not split.",
+        codec=YES_NO,
+        env="MEGATRON_LM_SEQUENCE_PARALLELISM",
+        ask=Ask(default=True, only_if=lambda answers: answers["megatron_lm_tp_degree"] > 1),
     )
     megatron_lm_recompute_activations: bool | None = knob(
-        help="Compute chosen activations again in backward.", codec=YES_NO, env="MEGATRON_LM_RECOMPUTE_ACTIVATIONS"
+        help="Compute chosen activations again in backward.",
+        codec=YES_NO,
+        env="MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
+        ask=Ask(default=True),
     )
     megatron_lm_use_distributed_optimizer: bool | None = knob(
-        help="Shard optimizer states over the replicas.", codec=YES_NO, env="MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER"
+        help="Shard optimizer states over the replicas.",
+        codec=YES_NO,
+        env="MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
+        ask=Ask(default=True),
     )
     megatron_lm_gradient_clipping: float = knob(
         1.0,
         help="Norm that gradients are clipped to; 0 clips nothing.",
         codec=NUMBER,
         env="MEGATRON_LM_GRADIENT_CLIPPING",
+        ask=Ask(),
     )
     megatron_lm_recompute_granularity: str | None = knob(
         help="How much is computed again.",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import ON_TRUE, knob
+from accelerate.config.knob import ON_TRUE, Ask, knob
+from accelerate.config.sections.asking import takes_axes
 from accelerate.config.sections.launch_section import LaunchSection
 
 
@@ -38,6 +39,7 @@ class ParadigmOptions(LaunchSection):
         env="ACCELERATE_USE_PARALLELISM_CONFIG",
         shape="switch",
         yaml="",
+        ask=Ask("Lay the processes out on several axes of parallelism", only_if=takes_axes),
     )
     use_megatron_lm: bool = knob(
         False,

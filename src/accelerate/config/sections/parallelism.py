@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import INTEGER, TRUE_FALSE, knob, word_of
+from accelerate.config.knob import INTEGER, TRUE_FALSE, Ask, knob, word_of
 from accelerate.config.sections.launch_section import LaunchSection
 
 
@@ -19,19 +19,24 @@ class ParallelismOptions(LaunchSection):
     switch: ClassVar[str | None] = "use_parallelism_config"
 
     parallelism_config_dp_replicate_size: int = knob(
-        1, help="Replicas of the model.", codec=INTEGER, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
+        1, help="Replicas of the model.", codec=INTEGER, env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE", ask=Ask()
     )
     parallelism_config_dp_shard_size: int = knob(
-        1, help="Processes that share the weights of a replica.", codec=INTEGER, env="PARALLELISM_CONFIG_DP_SHARD_SIZE"
+        1,
+        help="Processes that share the weights of a replica.",
+        codec=INTEGER,
+        env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        ask=Ask(),
     )
     parallelism_config_tp_size: int = knob(
-        1, help="Processes that split each layer.", codec=INTEGER, env="PARALLELISM_CONFIG_TP_SIZE"
+        1, help="Processes that split each layer.", codec=INTEGER, env="PARALLELISM_CONFIG_TP_SIZE", ask=Ask()
     )
     parallelism_config_cp_size: int = knob(
         1,
         help="Processes that split each sequence by context parallelism.",
         codec=INTEGER,
         env="PARALLELISM_CONFIG_CP_SIZE",
+        ask=Ask(only_if=lambda answers: bool(answers["use_fsdp"])),
     )
     parallelism_config_cp_backend: str = knob(
         "torch",
@@ -47,12 +52,14 @@ class ParallelismOptions(LaunchSection):
         choices=("allgather", "alltoall"),
         env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         only_if=lambda config: config["parallelism_config_cp_size"] > 1,
+        ask=Ask(),
     )
     parallelism_config_sp_size: int = knob(
         1,
         help="Processes that split each sequence by sequence parallelism.",
         codec=INTEGER,
         env="PARALLELISM_CONFIG_SP_SIZE",
+        ask=Ask(only_if=lambda answers: bool(answers["use_deepspeed"])),
     )
     parallelism_config_sp_backend: str = knob(
         "deepspeed",
@@ -66,6 +73,10 @@ class ParallelismOptions(LaunchSection):
         codec=INTEGER,
         env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
         only_if=lambda config: config["parallelism_config_sp_size"] > 1,
+        ask=Ask(
+            only_if=lambda answers: not answers["parallelism_config_sp_seq_length_is_variable"],
+            after="parallelism_config_sp_seq_length_is_variable",
+        ),
     )
     parallelism_config_sp_seq_length_is_variable: bool = knob(
         True,
@@ -73,10 +84,12 @@ class ParallelismOptions(LaunchSection):
         codec=TRUE_FALSE,
         env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
         only_if=lambda config: config["parallelism_config_sp_size"] > 1,
+        ask=Ask(),
     )
     parallelism_config_sp_attn_implementation: str = knob(
         "sdpa",
         help="Attention that sequence parallelism uses.",
         env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
         only_if=lambda config: config["parallelism_config_sp_size"] > 1,
+        ask=Ask(),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import INTEGER, ON_ONE, THREADS, knob, word_of
+from accelerate.config.knob import INTEGER, ON_ONE, THREADS, Ask, knob, word_of
+from accelerate.config.sections.asking import on_accelerators, several_processes
 from accelerate.config.sections.launch_section import LaunchSection
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -23,13 +24,21 @@ class ResourceOptions(LaunchSection):
         choices=PRECISIONS,
         env="ACCELERATE_MIXED_PRECISION",
         fallback="no",
+        ask=Ask(),
     )
     num_processes: int | None = knob(
         help="Number of processes over all machines; one for each accelerator where it is not given.",
         codec=INTEGER,
         reader="elastic",
+        ask=Ask("Number of processes over all machines", only_if=several_processes),
     )
-    num_machines: int | None = knob(help="Number of machines.", codec=INTEGER, fallback=1, reader="elastic")
+    num_machines: int | None = knob(
+        help="Number of machines.",
+        codec=INTEGER,
+        fallback=1,
+        reader="elastic",
+        ask=Ask(only_if=lambda answers: several_processes(answers) and not answers["tpu"]),
+    )
     num_cpu_threads_per_process: int | None = knob(
         help="Threads of each process; on the CPU the physical cores are shared out where it is not given.",
         codec=THREADS,
@@ -42,4 +51,5 @@ class ResourceOptions(LaunchSection):
         codec=ON_ONE,
         env="ACCELERATE_CPU_AFFINITY",
         shape="switch",
+        ask=Ask(only_if=on_accelerators),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate.config.knob import ON_TRUE, REPEATED, YES_NO, knob
+from accelerate.config.knob import ON_TRUE, REPEATED, YES_NO, Ask, knob
+from accelerate.config.sections.asking import several_processes
 from accelerate.config.sections.launch_section import LaunchSection
 
 
@@ -49,6 +50,7 @@ class RunOptions(LaunchSection):
         codec=ON_TRUE,
         env="ACCELERATE_DEBUG_MODE",
         shape="switch",
+        ask=Ask(only_if=several_processes),
     )
     training_script: str | None = knob(
         help="Path of the script, or name of the module, to run in every process.",

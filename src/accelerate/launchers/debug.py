@@ -1,4 +1,4 @@
-"""Start a function on several processes of this machine."""
+"""Try a function on several CPU processes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from ._base.errors import ConfigurationError
-from .config.env import patch_environment
-from .runtime import current
-
-
-class _Worker:
-    """What each process runs: name its rank, then call the function."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str]) -> None:
-        self.function = function
-        self.args = args
-        self.variables = variables
-
-    def __call__(self, rank: int) -> None:
-        current.reset()
-        # A forked process must not enter a parallel region: the threads of its parent's pool were not forked.
-        torch.set_num_threads(1)
-        with patch_environment(**self.variables, rank=str(rank), local_rank=str(rank)):
-            self.function(*self.args)
+from .._base.errors import ConfigurationError
+from .worker import Worker
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -75,4 +58,4 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         "fork_launched": "1",
     }
     with folder:
-        start_processes(_Worker(function, args, variables), nprocs=num_processes, join=True, start_method="fork")
+        start_processes(Worker(function, args, variables), nprocs=num_processes, join=True, start_method="fork")

@@ -1,0 +1,27 @@
+"""Ask about runs on this machine or on a cluster."""
+
+from __future__ import annotations
+
+from accelerate.commands.config.terminal import hold
+from accelerate.config import env
+from accelerate.config.answers import cluster_config
+from accelerate.config.files.objects import ClusterConfig
+from accelerate.config.questions import Interview, cluster_questions
+from accelerate.devices.machine import detect
+
+
+def cluster_interview() -> Interview:
+    """Return the questions, with answers that this machine suggests."""
+    return Interview(cluster_questions(detect(env.items())))
+
+
+def get_cluster_input() -> ClusterConfig:
+    """Ask the questions and return the content of the file.
+
+    Raises:
+        UsageError: Input or output is no terminal.
+    """
+    interview = cluster_interview()
+    while not hold(interview):  # there is nothing before the first question
+        continue
+    return cluster_config(interview.answers)

@@ -1,0 +1,218 @@
+"""`accelerate env`: say what this installation and this machine are, for a report of a problem."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .._base.errors import ConfigurationError
+from ..config import env
+from ..config.cli import spellings
+from ..config.files import default_config_file, load_config_from_file
+from ..config.files.locations import current_default_file
+from ..config.files.reading import ConfigFileNotFoundError, read_config_file
+from ..devices.availability import (
+    is_mlu_available,
+    is_mps_available,
+    is_musa_available,
+    is_neuron_available,
+    is_npu_available,
+    is_sdaa_available,
+    is_xpu_available,
+)
+from ..devices.machine import detect
+
+__all__ = [
+    "default_config_file",
+    "env_command",
+    "env_command_parser",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_sdaa_available",
+    "is_xpu_available",
+    "load_config_from_file",
+    "main",
+]
+
+# What a run usually stands on; those that are not installed are left out.
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "transformers",
+    "datasets",
+    "torchdata",
+    "deepspeed",
+    "torchao",
+    "bitsandbytes",
+    "transformer_engine",
+    "triton",
+    "torch_xla",
+)
+_PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "OMP_", "MASTER_")
+_SECRET = ("secret", "password", "token", "key")
+_GIBIBYTE = 2**30
+
+
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Make the parser of `accelerate env`.
+
+    Args:
+        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
+    """
+    words: dict[str, Any] = {"description": "Show versions, hardware and the configuration in force."}
+    parser: argparse.ArgumentParser
+    if subparsers is None:
+        parser = argparse.ArgumentParser("accelerate env", **words)
+    else:
+        parser = subparsers.add_parser("env", **words)
+        parser.set_defaults(func=env_command)
+    parser.add_argument(*spellings("--config_file"), default=None, help="The configuration file to show.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object, for programs.")
+    parser.add_argument(
+        "--verbose", action="store_true", help="Load torch, which takes seconds, and show what it says of itself."
+    )
+    return parser
+
+
+def env_command(args: argparse.Namespace) -> dict[str, Any]:
+    """Print what was found and return it.
+
+    Raises:
+        ConfigurationError: If a file was named that is not there.
+    """
+    facts = _facts(args.config_file)
+    if getattr(args, "verbose", False):
+        facts["torch"] = _what_torch_says()
+    text = json.dumps(facts, indent=2, default=str) if getattr(args, "json", False) else "\n".join(_lines(facts))
+    sys.stdout.write(f"{text}\n")
+    return facts
+
+
+def _facts(config_file: str | None) -> dict[str, Any]:
+    return {
+        "accelerate": {
+            "version": __version__,
+            "location": str(Path(__file__).resolve().parents[1]),
+            "program": shutil.which("accelerate"),
+        },
+        "python": {
+            "version": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "executable": sys.executable,
+        },
+        "platform": platform.platform(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "hardware": _hardware(),
+        "config": _config(config_file),
+        "variables": _variables(env.items()),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    import psutil
+
+    machine = detect(env.items())
+    found: dict[str, Any] = {
+        "accelerators": machine.device_count,
+        "type": machine.device_type,
+        "cpu_cores": machine.cpu_count,
+        "memory_gib": round(psutil.virtual_memory().total / _GIBIBYTE, 1),
+        "mpirun": machine.has_mpirun,
+    }
+    if machine.slurm is not None:
+        found["slurm_job"] = machine.slurm.job
+    return found
+
+
+def _config(named: str | None) -> dict[str, Any]:
+    path = Path(named).expanduser() if named is not None else current_default_file()
+    if named is None and not path.is_file():
+        return {"file": None, "default_place": str(path)}
+    try:
+        return {"file": str(path), "content": read_config_file(path).data}
+    except ConfigFileNotFoundError:
+        raise
+    except ConfigurationError as error:
+        # The report is needed most when something is wrong.
+        return {"file": str(path), "error": " ".join(str(error).split())}
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change a run; secrets are hidden."""
+    limits = ("VISIBLE_DEVICES", "VISIBLE_CORES")
+    chosen = {name: value for name, value in environ.items() if name.startswith(_PREFIXES) or name.endswith(limits)}
+    return {name: "***" if any(word in name.lower() for word in _SECRET) else chosen[name] for name in sorted(chosen)}
+
+
+def _what_torch_says() -> dict[str, Any]:
+    import torch
+
+    from ..devices import registry
+
+    chosen = registry.default()
+    backend = chosen.value
+    return {
+        "version": torch.__version__,
+        "device": backend.type,
+        "reason": chosen.reason,
+        "device_count": backend.device_count(),
+        "bf16": backend.supports_autocast("bfloat16"),
+        "distributed": torch.distributed.is_available(),
+        "group_backend": backend.group_backend,
+        "threads": torch.get_num_threads(),
+        "build": [line.strip() for line in torch.__config__.show().splitlines() if line.strip()],
+    }
+
+
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for title, value in facts.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{title}:")
+            lines += _nested(value, "  ") or ["  (none)"]
+        else:
+            lines.append(f"{title}: {value}")
+    return lines
+
+
+def _nested(values: Mapping[str, Any], indent: str) -> list[str]:
+    lines: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines += [f"{indent}{name}:", *_nested(value, indent + "  ")]
+        elif isinstance(value, list):
+            lines += [f"{indent}{name}:", *(f"{indent}  - {entry}" for entry in value)]
+        else:
+            lines.append(f"{indent}{name}: {'(none)' if value is None else value}")
+    return lines
+
+
+def main() -> int:
+    """Show it, as a program of its own."""
+    from .accelerate_cli import find, run_command
+
+    return run_command(find("env"), sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

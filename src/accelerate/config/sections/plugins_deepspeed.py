@@ -1,0 +1,374 @@
+"""Options of DeepSpeed in programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.config import env
+from accelerate.config.knob import INTEGER, NUMBER, Codec, knob, or_auto, shared
+from accelerate.config.sections.deepspeed import DeepSpeedOptions
+from accelerate.config.sections.deepspeed_config import AUTO, HfDeepSpeedConfig
+from accelerate.config.sections.fp8 import FP8RecipeKwargs, MSAMPRecipeKwargs, OptLevel
+from accelerate.config.sections.fsdp_torch import get_module_class_from_name
+from accelerate.config.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Options that DeepSpeed's configuration has too, and where. Its values win; `auto` is filled from ours.
+_PLACES = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+_IS_MSAMP: Codec[bool] = Codec(
+    parse=lambda text: text.upper() == "MSAMP", format=lambda value: "MSAMP" if value else "", meaning="a library"
+)
+_HALF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+
+
+@dataclass
+class DeepSpeedPlugin(Settings):
+    """Say how DeepSpeed trains, by its own configuration or by the options here.
+
+    With a configuration, its values win over the options here, and its `"auto"` entries are filled from them.
+    What is not given comes from the `ACCELERATE_DEEPSPEED_*` variables. DeepSpeed need not be installed.
+
+    Args:
+        hf_ds_config: DeepSpeed's configuration: a path, a dictionary, or an `HfDeepSpeedConfig`, which is kept as it is.
+        gradient_accumulation_steps: Batches per optimizer step; `"auto"` waits for the accelerator's.
+        gradient_clipping: Norm that gradients are clipped to; `"auto"` waits for `clip_grad_norm_`.
+        zero_stage: How much ZeRO shards, 0 to 3.
+        is_train_batch_min: Take the smallest batch size of the prepared loaders, else the largest.
+        offload_optimizer_device: Where optimizer states rest: none, cpu or nvme.
+        offload_param_device: Where weights rest: none, cpu or nvme.
+        offload_optimizer_nvme_path: Folder on an NVMe disk for optimizer states.
+        offload_param_nvme_path: Folder on an NVMe disk for weights.
+        zero3_init_flag: Build models in shards; by default with ZeRO 3, where alone it works.
+        zero3_save_16bit_model: Save whole weights in 16 bits, with ZeRO 3.
+        transformer_moe_cls_names: Classes of mixture-of-experts layers, between commas.
+        enable_msamp: Train in 8 bits with MS-AMP.
+        msamp_opt_level: How much of that training is kept in 8 bits.
+
+    Raises:
+        ConfigurationError: The configuration is unusable, or an option contradicts it.
+    """
+
+    hf_ds_config: Any = shared(DeepSpeedOptions, "deepspeed_config_file")
+    gradient_accumulation_steps: int | str = shared(
+        DeepSpeedOptions, "gradient_accumulation_steps", codec=or_auto(INTEGER), fallback=AUTO
+    )
+    gradient_clipping: float | str = shared(DeepSpeedOptions, "gradient_clipping", codec=or_auto(NUMBER), fallback=AUTO)
+    zero_stage: int = shared(DeepSpeedOptions, "zero_stage", fallback=2)
+    is_train_batch_min: bool = knob(True, help="Take the smallest batch size of the loaders, else the largest.")
+    offload_optimizer_device: str = shared(DeepSpeedOptions, "offload_optimizer_device", fallback="none")
+    offload_param_device: str = shared(DeepSpeedOptions, "offload_param_device", fallback="none")
+    offload_optimizer_nvme_path: str = shared(DeepSpeedOptions, "offload_optimizer_nvme_path", fallback="none")
+    offload_param_nvme_path: str = shared(DeepSpeedOptions, "offload_param_nvme_path", fallback="none")
+    zero3_init_flag: bool = shared(DeepSpeedOptions, "zero3_init_flag")
+    zero3_save_16bit_model: bool = shared(DeepSpeedOptions, "zero3_save_16bit_model", fallback=False)
+    transformer_moe_cls_names: str | None = shared(DeepSpeedOptions, "deepspeed_moe_layer_cls_names")
+    enable_msamp: bool = shared(
+        FP8RecipeKwargs, "backend", codec=_IS_MSAMP, choices=(), fallback=False, help="Train in 8 bits with MS-AMP."
+    )
+    msamp_opt_level: OptLevel = shared(MSAMPRecipeKwargs, "opt_level", fallback="O1")
+
+    def normalise(self) -> None:
+        """Build DeepSpeed's configuration, or fill the one given and take its values over."""
+        self._selected = False
+        self.dschf: Any = None
+        if self.hf_ds_config in (None, "none"):
+            self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
+        else:
+            self._adopt_config()
+        self.zero_stage = _stage(self.zero_stage)
+        self.deepspeed_config["steps_per_print"] = float("inf")
+        self._normalise_zero3_init()
+        if self.enable_msamp:
+            self._add_msamp()
+
+    def _own_config(self) -> dict[str, Any]:
+        places = {
+            f"offload_{what}": {"device": device, "nvme_path": path if device == "nvme" else None}
+            for what, device, path in (
+                ("optimizer", self.offload_optimizer_device, self.offload_optimizer_nvme_path),
+                ("param", self.offload_param_device, self.offload_param_nvme_path),
+            )
+        }
+        return {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": {
+                "stage": _stage(self.zero_stage),
+                **places,
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+            "gradient_clipping": self.gradient_clipping,
+        }
+
+    def _adopt_config(self) -> None:
+        self._refuse_doubles()
+        given = self.hf_ds_config
+        # By what it offers, not by its class: other libraries have their own.
+        if not (hasattr(given, "config") and hasattr(given, "find_config_node")):
+            self.hf_ds_config = HfDeepSpeedConfig(given)
+        config = self.deepspeed_config
+        if "zero_optimization" not in config:
+            raise ConfigurationError(
+                f"DeepSpeed's configuration has the entries {', '.join(map(repr, config))}, but not "
+                "'zero_optimization', which says what is sharded. Add it, such as {'stage': 2}."
+            )
+        # Written down, so that the engine and this plugin agree on what a missing entry means.
+        config.setdefault("gradient_accumulation_steps", 1)
+        config["zero_optimization"].setdefault("stage", _stage(self.zero_stage))
+        for name, key in _PLACES.items():
+            self.fill_match(key, must_match=False, **{key: getattr(self, name)})
+            setattr(self, name, self.get_value(key, getattr(self, name)))
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _refuse_doubles(self) -> None:
+        """Refuse options that the launcher's file gave beside a configuration of DeepSpeed's own."""
+        given = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
+        doubles = [name for name in given if name in (*_PLACES, "mixed_precision")]
+        if doubles:
+            raise ConfigurationError(
+                f"The configuration file of the launcher gives {', '.join(doubles)}, which DeepSpeed's own "
+                "configuration gives too, so one of the two would be ignored. Remove them from the launcher's file."
+            )
+
+    def _normalise_zero3_init(self) -> None:
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = self.zero_stage == 3
+        if self.zero3_init_flag and self.zero_stage != 3:
+            warn_once(
+                f"DeepSpeedPlugin(zero3_init_flag=True) works with ZeRO 3 only, but zero_stage={self.zero_stage!r}. "
+                "It is set to False; leave it out.",
+                stacklevel=5,
+            )
+            self.zero3_init_flag = False
+
+    def _add_msamp(self) -> None:
+        if self.zero_stage == 3:
+            raise ConfigurationError(
+                "DeepSpeedPlugin(enable_msamp=True) cannot work with zero_stage=3: MS-AMP's weights cannot be sharded. "
+                "Write zero_stage=2 or less."
+            )
+        self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration, to read and to edit."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        self.hf_ds_config.config = config
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value under a dotted name of DeepSpeed's configuration, or `default`."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Say whether an entry of DeepSpeed's configuration waits to be filled."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill an entry that waits for its value, or note that it has another one.
+
+        Args:
+            ds_key_long: The dotted name of the entry; one that is not there is left so.
+            mismatches: Where a difference is noted.
+            must_match: Note differences.
+            kwargs: The values, by dotted name.
+
+        Raises:
+            ConfigurationError: The entry waits, and no value is given for it.
+        """
+        node, last = self.hf_ds_config.find_config_node(ds_key_long)
+        present = None if node is None else node.get(last)
+        if node is None or present is None:
+            return
+        if present == AUTO:
+            if ds_key_long not in kwargs:
+                raise ConfigurationError(
+                    f"The entry {ds_key_long!r} of DeepSpeed's configuration is 'auto', but nothing here gives its "
+                    f"value. Set it in the configuration, or pass {ds_key_long!r} as a keyword."
+                )
+            node[last] = kwargs[ds_key_long]
+        elif must_match and mismatches is not None and kwargs.get(ds_key_long, present) != present:
+            mismatches.append(f"- ds {ds_key_long}={present} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill every entry that waits for its value.
+
+        Args:
+            prefix: The dotted name of `config` inside the whole.
+            mismatches: Where differences are noted, by an outer call.
+            config: The part to walk; the whole by default.
+            must_match: Refuse entries that differ from the value given for them.
+            kwargs: The values, by dotted name.
+
+        Raises:
+            ConfigurationError: An entry waits without a value, or differs from the one given.
+        """
+        noted: list[str] = [] if mismatches is None else mismatches
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", noted, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, noted, must_match, **kwargs)
+        if noted and not prefix:
+            raise ConfigurationError(
+                "DeepSpeed's configuration differs from what the program says:\n"
+                + "\n".join(noted)
+                + "\nSet these entries to 'auto', so that they are filled from the program."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Add the precision to DeepSpeed's configuration.
+
+        Raises:
+            ConfigurationError: The configuration turns the other half precision on.
+        """
+        config = self.deepspeed_config
+        chosen = _HALF.get(mixed_precision)
+        for name in ("fp16", "bf16"):
+            if chosen not in (None, name) and self.get_value(f"{name}.enabled") is True:
+                raise ConfigurationError(
+                    f"mixed_precision={mixed_precision!r} contradicts DeepSpeed's configuration, which turns {name} on. "
+                    f"Set {name}.enabled to 'auto' there, or use mixed_precision={name!r}."
+                )
+        if chosen == "fp16" and "fp16" not in config:
+            config["fp16"] = {"enabled": True, "auto_cast": True}
+        for name in ("fp16", "bf16"):
+            entry = config.setdefault(name, {})
+            if entry.setdefault("enabled", AUTO) == AUTO:
+                entry["enabled"] = name == chosen
+        if chosen == "bf16" and _is_rocm():
+            config.setdefault("communication_data_type", "fp32")
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell Transformers whether it is to build models in shards, and by which configuration.
+
+        Raises:
+            MissingPackageError: It is, and DeepSpeed or Transformers is not installed.
+        """
+        from accelerate._base.imports import require
+
+        if not self.zero3_init_flag:
+            self.dschf = None
+            # What was never imported was never told anything.
+            if env.are_libraries_initialized("transformers.integrations.deepspeed"):
+                require("transformers.integrations.deepspeed", why="ZeRO").unset_hf_deepspeed_config()
+            return
+        why = "DeepSpeedPlugin(zero3_init_flag=True)"
+        require("deepspeed", why=why, extra="deepspeed")
+        # Building in shards asks for sizes that only the loaders will give.
+        config = {name: value for name, value in self.deepspeed_config.items() if value != AUTO}
+        if "train_batch_size" not in config:
+            config.setdefault("train_micro_batch_size_per_gpu", 1)
+        self.dschf = require("transformers.integrations.deepspeed", why=why).HfDeepSpeedConfig(config)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Say whether models are built in shards."""
+        return self.zero3_init_flag
+
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Turn building models in shards on or off inside a block."""
+        before, registered = self.zero3_init_flag, self.dschf is not None
+        if before == enable:
+            yield
+            return
+        self.zero3_init_flag = enable
+        try:
+            self.set_deepspeed_weakref()
+            yield
+        finally:
+            self.zero3_init_flag = before
+            if registered or not before:
+                self.set_deepspeed_weakref()
+
+    @property
+    def selected(self) -> bool:
+        """Return whether these settings are in force."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            f"DeepSpeedPlugin.selected = {value!r} would leave the other plugins in force. "
+            "Write accelerator.state.select_deepspeed_plugin(name)."
+        )
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Put these settings in force; the accelerator's state does that.
+
+        Raises:
+            ConfigurationError: Somebody else calls.
+        """
+        if not _from_accelerator_state:
+            raise ConfigurationError(
+                "DeepSpeedPlugin.select() alone would leave the other plugins in force. "
+                "Write accelerator.state.select_deepspeed_plugin(name)."
+            )
+        self._selected = True
+        self.set_deepspeed_weakref()
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Let ZeRO 3 gather each mixture-of-experts layer as a whole, where classes of such layers are named.
+
+        Raises:
+            ConfigurationError: The model has no layer of a class that was named.
+            MissingPackageError: DeepSpeed is not installed.
+        """
+        from accelerate._base.imports import require
+
+        names = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip()]
+        if not names:
+            return
+        found = {name: get_module_class_from_name(model, name) for name in names}
+        missing = [name for name, cls in found.items() if cls is None]
+        if missing:
+            raise ConfigurationError(
+                f"transformer_moe_cls_names={self.transformer_moe_cls_names!r} names {', '.join(missing)}, but "
+                f"{type(model).__name__} has no layer of that class. Name classes of its own layers."
+            )
+        utils = require("deepspeed.utils", why="transformer_moe_cls_names", extra="deepspeed")
+        utils.set_z3_leaf_modules(model, list(found.values()))
+
+
+def _stage(value: Any) -> int:
+    if str(value) not in ("0", "1", "2", "3"):
+        raise ConfigurationError(f"DeepSpeedPlugin(zero_stage={value!r}) is not a stage of ZeRO. Write 0, 1, 2 or 3.")
+    return int(value)
+
+
+def _is_rocm() -> bool:
+    import torch
+
+    return torch.version.hip is not None

@@ -1,0 +1,8 @@
+"""Start a function on several processes of this machine."""
+
+from __future__ import annotations
+
+from .debug import debug_launcher
+from .notebook import notebook_launcher, test_launch
+
+__all__ = ["debug_launcher", "notebook_launcher", "test_launch"]

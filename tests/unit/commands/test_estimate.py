@@ -1,0 +1,327 @@
+"""`accelerate estimate-memory` on folders, files and configurations, as a program and as functions."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.support.processes import free_port, script_environment
+from torch import nn
+
+from accelerate._base.errors import ConfigurationError
+from accelerate.commands import estimate
+from accelerate.commands.accelerate_cli import run
+from accelerate.commands.estimate_source import find_model
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50},
+    "BertModel": {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "vocab_size": 40,
+    },
+}
+
+
+def write_config(folder: Path, architecture: str) -> Path:
+    (folder / "config.json").write_text(json.dumps({**SMALL[architecture], "architectures": [architecture]}))
+    return folder
+
+
+def real_model(folder: Path, architecture: str) -> nn.Module:
+    model: nn.Module = getattr(transformers, architecture)(transformers.AutoConfig.from_pretrained(folder))
+    return model
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert run(["estimate-memory", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("architecture", list(SMALL))
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_configuration_gives_the_sizes_of_the_real_model(
+    tmp_path: Path, architecture: str, as_file: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path, architecture)
+    real = real_model(folder, architecture)
+    # Tied weights are one parameter of the real model.
+    count = sum(parameter.numel() for parameter in real.parameters())
+    floats = sum(buffer.numel() for buffer in real.buffers() if buffer.is_floating_point())
+    fixed = sum(buffer.nbytes for buffer in real.buffers() if not buffer.is_floating_point())
+    seen = report(capsys, str(folder / "config.json" if as_file else folder))
+    assert seen["parameters"] == count
+    assert seen["dtypes"]["float32"]["total"] == 4 * (count + floats) + fixed
+    assert seen["dtypes"]["float16"]["total"] == 2 * (count + floats) + fixed
+    assert seen["dtypes"]["int8"]["total"] == count + floats + fixed
+    assert seen["dtypes"]["float32"]["training"]["total"] == 16 * count + 4 * floats + fixed
+    assert seen["dtypes"]["int4"]["training"] is None
+
+
+def test_a_layer_that_stays_whole_is_the_largest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path, "GPT2LMHeadModel")
+    real = real_model(folder, "GPT2LMHeadModel")
+    embedding = real.get_submodule("transformer.wpe").weight.nbytes  # type: ignore[union-attr]
+    assert report(capsys, str(folder))["dtypes"]["float32"]["largest_layer"] == {
+        "name": "transformer.wpe",
+        "bytes": embedding,
+    }
+
+
+def test_weights_come_before_the_configuration_unless_a_library_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path, "BertModel")
+    save_file({"a.weight": torch.zeros(3, 2)}, folder / "model.safetensors")
+    assert report(capsys, str(folder))["parameters"] == 6
+    assert report(capsys, str(folder), "--library_name", "transformers")["parameters"] > 6
+
+
+def test_saved_weights_and_their_configuration_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path, "GPT2LMHeadModel")
+    built = report(capsys, str(folder))
+    real_model(folder, "GPT2LMHeadModel").save_pretrained(folder, max_shard_size="20KB")  # type: ignore[operator]
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert report(capsys, str(folder))["parameters"] == built["parameters"]
+
+
+def test_each_process_is_shown_for_each_way_of_sharing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(8, 2)}, tmp_path / "model.safetensors")
+    seen = report(capsys, str(tmp_path), "--num-processes", "4", "--dtypes", "bfloat16", "int8")
+    assert seen["num_processes"] == 4
+    assert list(seen["per_rank"]) == ["bfloat16"]
+    assert seen["per_rank"]["bfloat16"]["ZeRO-3"] == {
+        "weights": 8,
+        "gradients": 8,
+        "optimizer": 48,
+        "working": 64,
+        "total": 128,
+    }
+
+
+def test_the_tables_show_every_dtype_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(256, 256)}, tmp_path / "model.safetensors")
+    words = ["estimate-memory", str(tmp_path), "--num_processes", "2", "--dtypes", "float16", "bfloat16", "int4"]
+    assert run(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("│ float16/bfloat16")]
+    assert row.split("│")[2:5] == ["      128.0 KB ", "   128.0 KB ", "            1.12 MB "]
+    assert sum("ZeRO-3" in line for line in lines) == 1
+    assert any("65,536 parameters" in line for line in lines)
+
+
+def test_quantised_weights_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(64, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    run(["estimate-memory", str(tmp_path)])
+    assert "64 bytes are integers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{tmp}/nothing"], "nothing at"),
+        (["./nothing"], "nothing at"),
+        (["{tmp}"], "neither weights nor a config.json"),
+        (["{tmp}/notes.txt"], "'.txt'"),
+        (["{tmp}/plain.json"], "does not say what it configures"),
+        (["{tmp}/broken.json"], "cannot be read"),
+        (["{tmp}/unknown.json"], "transformers cannot build"),
+        (["{tmp}/timm.json"], "timm"),
+        (["nobody/no-such-model"], "Pass a folder or file with weights"),
+        (["not a name"], "Pass a folder or file with weights"),
+        (["{tmp}", "--num_processes", "0"], "--num_processes 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "plain.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "unknown.json").write_text('{"model_type": "nobody-knows"}')
+    (tmp_path / "timm.json").write_text('{"architecture": "no-such-architecture"}')
+    assert run(["estimate-memory", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_folder_of_safetensors_needs_no_torch(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
+    program = (
+        "import sys\n"
+        "from accelerate.commands.accelerate_cli import run\n"
+        f"assert run(['estimate-memory', {str(tmp_path)!r}, '--num_processes', '2']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], env=script_environment(), check=True, capture_output=True)
+
+
+def test_a_model_in_the_cache_is_found_without_a_connection(tmp_path: Path) -> None:
+    home = tmp_path / "models--owner--tiny"
+    snapshot = home / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(snapshot.name)
+    write_config(snapshot, "BertModel")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.estimate", "owner/tiny", "--json"],
+        env=script_environment({"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = sum(parameter.numel() for parameter in real_model(snapshot, "BertModel").parameters())
+    assert json.loads(done.stdout)["parameters"] == expected
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A Hub with one model, one that is gated, and one without a configuration."""
+
+    config = json.dumps({**SMALL["BertModel"], "architectures": ["BertModel"]}).encode()
+
+    def answer(self, code: int, body: bytes, **headers: str) -> None:
+        self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        match self.path.split("?")[0]:
+            case "/api/models/owner/tiny" | "/api/models/owner/bare":
+                self.answer(200, json.dumps({"id": "owner/tiny", "sha": commit, "siblings": []}).encode())
+            case "/owner/tiny/resolve/main/config.json":
+                self.answer(200, self.config, X_Repo_Commit=commit, ETag='"0123"')
+            case "/owner/bare/resolve/main/config.json":
+                self.answer(404, b"", X_Repo_Commit=commit, X_Error_Code="EntryNotFound")
+            case "/api/models/owner/gated":
+                self.answer(403, b"{}", X_Error_Code="GatedRepo")
+            case _:
+                self.answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def ask(endpoint: str, cache: Path, name: str) -> subprocess.CompletedProcess[str]:
+    env = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-m", "accelerate.commands.estimate", name, "--json"]
+    return subprocess.run(command, env=script_environment(env), capture_output=True, text=True, check=False)
+
+
+def test_a_name_on_the_hub_is_asked_for_its_configuration(hub: str, tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, "owner/tiny")
+    assert done.returncode == 0, done.stderr
+    real = real_model(write_config(tmp_path, "BertModel"), "BertModel")
+    assert json.loads(done.stdout)["parameters"] == sum(parameter.numel() for parameter in real.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("owner/gated", "is gated"), ("owner/missing", "is not there"), ("owner/bare", "has no config.json")],
+)
+def test_what_the_hub_refuses_is_one_line(hub: str, tmp_path: Path, name: str, message: str) -> None:
+    done = ask(hub, tmp_path, name)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    done = ask(f"http://127.0.0.1:{free_port()}", tmp_path, "owner/tiny")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the Hub cannot be asked" in done.stderr
+
+
+def test_configurations_of_timm_are_built(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18", "num_classes": 10}')
+    real = timm.create_model("resnet18", num_classes=10)
+    expected = sum(parameter.numel() for parameter in real.parameters())
+    assert find_model(str(tmp_path)).model.parameters == expected
+    assert find_model("resnet18").model.parameters > expected
+
+
+def test_the_parser_fits_under_another_one() -> None:
+    above = argparse.ArgumentParser()
+    estimate.estimate_command_parser(above.add_subparsers())
+    args = above.parse_args(["estimate-memory", "model"])
+    assert args.dtypes == ["float32", "float16", "int8", "int4"]
+    assert args.func is estimate.estimate_command
+
+
+def test_rows_are_there_for_programs(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(3, 2), "b": torch.zeros(2)}, tmp_path / "model.safetensors")
+    args = estimate.estimate_command_parser().parse_args([str(tmp_path), "--dtypes", "float16", "int8"])
+    assert estimate.gather_data(args) == [
+        ["float16", 12, 16, {"model": 32, "optimizer": 64, "gradients": 48, "step": 64}],
+        ["int8", 6, 8, {"model": -1, "optimizer": -1, "gradients": -1, "step": -1}],
+    ]
+
+
+def test_old_table_is_drawn_as_before() -> None:
+    table = estimate.create_ascii_table(["dtype", "b"], [["float32", "1 KB"]], "title x")
+    assert table.splitlines() == [
+        "┌────────────┐",
+        "│  title x   │",
+        "├───────┬────┤",
+        "│ dtype │ b  │",
+        "├───────┼────┤",
+        "│float32│1 KB│",
+        "└───────┴────┘",
+    ]
+
+
+def test_names_of_timm_on_the_hub() -> None:
+    assert estimate.add_timm_hub_prefix("owner/model") == "hf-hub:owner/model"
+    assert estimate.add_timm_hub_prefix("hf-hub:owner/model") == "hf-hub:owner/model"
+    assert estimate.add_timm_hub_prefix("resnet18") == "resnet18"
+
+
+def test_errors_of_libraries_are_told_apart() -> None:
+    missing = OSError("owner/model does not appear to have a file named config.json")
+    assert estimate.check_has_model(missing) == "transformers"
+    assert estimate.check_has_model(ValueError("anything")) == "unknown"
+
+
+def test_an_unknown_library_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'keras'"):
+        estimate.create_empty_model("model", "keras")
+
+
+def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
+    model = estimate.create_empty_model(str(write_config(tmp_path, "BertModel")), "transformers")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

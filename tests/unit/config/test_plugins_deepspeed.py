@@ -1,0 +1,329 @@
+"""DeepSpeed's plugin: its configuration, filled, compared and looked up without the package."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from accelerate._base import warn_once
+from accelerate._base.errors import ConfigurationError, MissingPackageError
+from accelerate._base.imports import deepspeed_required, is_deepspeed_available
+from accelerate.config.sections.deepspeed_config import HfDeepSpeedConfig
+from accelerate.config.sections.plugins_deepspeed import DeepSpeedPlugin
+
+ZERO = {"zero_optimization": {"stage": 2}}
+AUTO = {
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {
+        "stage": "auto",
+        "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+        "offload_param": {"device": "auto"},
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+}
+FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+without_deepspeed = pytest.mark.skipif(is_deepspeed_available(), reason="says what happens without DeepSpeed")
+
+
+@pytest.fixture(autouse=True)
+def clean() -> None:
+    warn_once.reset()
+
+
+def plugin(config: dict[str, Any] | None = None, **options: Any) -> DeepSpeedPlugin:
+    return DeepSpeedPlugin(hf_ds_config={**ZERO, **(config or {})}, **options)
+
+
+def test_options_become_a_configuration() -> None:
+    made = DeepSpeedPlugin(
+        zero_stage=3,
+        offload_optimizer_device="nvme",
+        offload_optimizer_nvme_path="/disk",
+        offload_param_device="cpu",
+        offload_param_nvme_path="/unused",
+        gradient_accumulation_steps=4,
+        gradient_clipping=1.0,
+        zero3_save_16bit_model=True,
+    )
+    assert made.deepspeed_config == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+            "offload_param": {"device": "cpu", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+    }
+    assert made.deepspeed_config is made.hf_ds_config.config
+    assert made.hf_ds_config.is_zero3()
+    assert made.hf_ds_config.is_offload()
+    assert made.is_zero3_init_enabled()
+
+
+def test_auto_is_filled_from_the_options() -> None:
+    before = copy.deepcopy(AUTO)
+    made = DeepSpeedPlugin(
+        hf_ds_config=AUTO, zero_stage=3, gradient_accumulation_steps=2, offload_optimizer_device="cpu"
+    )
+    assert before == AUTO
+    config = made.deepspeed_config
+    assert config["gradient_accumulation_steps"] == 2
+    assert config["gradient_clipping"] == "auto"
+    assert config["train_batch_size"] == "auto"
+    assert config["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "nvme_path": "none"},
+        "offload_param": {"device": "none"},
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+    assert made.hf_ds_config.is_zero3()
+    assert made.is_zero3_init_enabled()
+
+
+def test_values_of_the_configuration_win() -> None:
+    own = {"gradient_accumulation_steps": 8, "gradient_clipping": 2.0, "zero_optimization": {"stage": 1}}
+    own["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}  # type: ignore[index]
+    made = DeepSpeedPlugin(hf_ds_config=own, zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=1.0)
+    assert (made.zero_stage, made.gradient_accumulation_steps, made.gradient_clipping) == (1, 8, 2.0)
+    assert made.offload_optimizer_device == "cpu"
+    assert made.zero3_init_flag is False
+
+
+def test_what_the_configuration_leaves_out_is_written_down() -> None:
+    made = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {}, "steps_per_print": 5}, zero_stage=1)
+    assert made.deepspeed_config == {
+        "zero_optimization": {"stage": 1},
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": float("inf"),
+    }
+
+
+@pytest.mark.parametrize("form", ["path", "text", "base64", "variable", "object"])
+def test_forms_of_a_configuration(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = json.dumps({"zero_optimization": {"stage": 1}})
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    forms: dict[str, Any] = {
+        "path": str(file),
+        "text": text,
+        "base64": base64.urlsafe_b64encode(text.encode()).decode(),
+        "variable": None,
+        "object": HfDeepSpeedConfig(json.loads(text)),
+    }
+    if form == "variable":
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
+    made = DeepSpeedPlugin(hf_ds_config=forms[form])
+    assert made.zero_stage == 1
+    if form == "object":
+        assert made.hf_ds_config is forms[form]
+
+
+def test_a_given_configuration_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "/not/there.json")
+    assert plugin().zero_stage == 2
+    with pytest.raises(ConfigurationError, match=r"'/not/there.json' is not a configuration"):
+        DeepSpeedPlugin()
+
+
+@pytest.mark.parametrize("given", [5, "/not/there.json", "[1]", {"train_batch_size": 1}])
+def test_an_unusable_configuration_is_refused(given: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"is not a configuration of DeepSpeed|'zero_optimization', which says"
+    ):
+        DeepSpeedPlugin(hf_ds_config=given)
+
+
+@pytest.mark.parametrize("stage", [7, "two", -1])
+def test_an_unknown_stage_is_refused(stage: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"is not a stage of ZeRO. Write 0, 1, 2 or 3"):
+        DeepSpeedPlugin(zero_stage=stage)
+
+
+def test_doubles_of_the_launchers_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FIELDS, "deepspeed_config_file,zero3_init_flag")
+    assert plugin().zero_stage == 2
+    monkeypatch.setenv(FIELDS, "deepspeed_config_file,zero_stage,mixed_precision")
+    assert DeepSpeedPlugin().zero_stage == 2
+    with pytest.raises(ConfigurationError, match=r"gives zero_stage, mixed_precision, which DeepSpeed's own"):
+        plugin()
+
+
+def test_sharded_building_needs_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert DeepSpeedPlugin(zero_stage=3).zero3_init_flag is True
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
+    assert DeepSpeedPlugin(zero_stage=3).zero3_init_flag is False
+    assert DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True).zero3_init_flag is True
+    with pytest.warns(UserWarning, match=r"works with ZeRO 3 only, but zero_stage=2") as seen:
+        assert DeepSpeedPlugin(zero3_init_flag=True).zero3_init_flag is False
+        DeepSpeedPlugin(zero3_init_flag=True)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+
+
+def test_msamp_is_part_of_the_configuration() -> None:
+    made = DeepSpeedPlugin(enable_msamp=True, msamp_opt_level="O2")
+    assert made.deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O2"}
+    with pytest.raises(ConfigurationError, match=r"cannot work with zero_stage=3"):
+        DeepSpeedPlugin(enable_msamp=True, zero_stage=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "fp16", "bf16"),
+    [
+        ({}, "fp16", {"enabled": True, "auto_cast": True}, {"enabled": False}),
+        ({}, "bf16", {"enabled": False}, {"enabled": True}),
+        ({}, "fp8", {"enabled": False}, {"enabled": True}),
+        ({}, "no", {"enabled": False}, {"enabled": False}),
+        ({"fp16": {"enabled": "auto"}}, "fp16", {"enabled": True}, {"enabled": False}),
+        ({"fp16": {"enabled": True}}, "no", {"enabled": True}, {"enabled": False}),
+        (
+            {"bf16": {"enabled": False, "x": 1}},
+            "fp16",
+            {"enabled": True, "auto_cast": True},
+            {"enabled": False, "x": 1},
+        ),
+    ],
+)
+def test_precision(config: dict[str, Any], precision: str, fp16: dict[str, Any], bf16: dict[str, Any]) -> None:
+    made = plugin(copy.deepcopy(config))
+    made.set_mixed_precision(precision)
+    assert (made.deepspeed_config["fp16"], made.deepspeed_config["bf16"]) == (fp16, bf16)
+
+
+@pytest.mark.parametrize(("on", "asked"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp16", "fp8")])
+def test_precision_that_contradicts_is_refused_and_nothing_is_changed(on: str, asked: str) -> None:
+    made = plugin({on: {"enabled": True}})
+    before = copy.deepcopy(made.deepspeed_config)
+    with pytest.raises(ConfigurationError, match=rf"mixed_precision='{asked}' contradicts.*turns {on} on"):
+        made.set_mixed_precision(asked)
+    assert made.deepspeed_config == before
+
+
+def test_entries_are_looked_up_by_dotted_name() -> None:
+    made = plugin({"a": "auto", "b": {"c": 5, "d": {"e": "auto"}, "zero": 0}})
+    assert made.get_value("b.c") == 5
+    assert made.get_value("b.c.deeper", 9) == 9
+    assert made.get_value("x.y", 9) == 9
+    assert made.is_auto("a")
+    assert made.is_auto("b.d.e")
+    assert not made.is_auto("b.c")
+    config = made.hf_ds_config
+    assert (config.is_true("b.c"), config.is_false("b.c")) == (True, False)
+    assert (config.is_true("b.zero"), config.is_false("b.zero")) == (False, True)
+    assert (config.is_true("x"), config.is_false("x")) == (False, False)
+    config.del_config_sub_tree("b.d")
+    assert "d" not in config.config["b"]
+    config.del_config_sub_tree("b.d")
+    with pytest.raises(ConfigurationError, match=r"'b.d' is not in DeepSpeed's configuration"):
+        config.del_config_sub_tree("b.d", must_exist=True)
+
+
+def test_one_entry_is_filled_or_its_difference_noted() -> None:
+    made = plugin({"a": "auto", "b": {"c": 5}})
+    noted: list[str] = []
+    made.fill_match("a", noted, a=3)
+    made.fill_match("b.c", noted, **{"b.c": 6})
+    made.fill_match("b.c", noted, **{"b.c": 5})
+    made.fill_match("b.c", noted, must_match=False, **{"b.c": 7})
+    made.fill_match("b.missing", noted, **{"b.missing": 1})
+    assert made.deepspeed_config["a"] == 3
+    assert made.deepspeed_config["b"] == {"c": 5}
+    assert noted == ["- ds b.c=5 vs arg b.c=6"]
+
+
+def test_the_whole_is_filled() -> None:
+    made = plugin({"a": "auto", "b": {"c": 5, "d": {"e": "auto"}}, "list": [1]})
+    made.deepspeed_config_process(**{"a": 1, "b.c": 5, "b.d.e": 2})
+    assert made.deepspeed_config["a"] == 1
+    assert made.deepspeed_config["b"] == {"c": 5, "d": {"e": 2}}
+
+
+def test_all_mismatches_are_told_at_once() -> None:
+    config = {"a": 1, "b": {"c": 5}}
+    with pytest.raises(ConfigurationError, match=r"ds a=1 vs arg a=2\n- ds b.c=5 vs arg b.c=6\nSet these.*'auto'"):
+        plugin(config).deepspeed_config_process(**{"a": 2, "b.c": 6})
+    made = plugin(config)
+    made.deepspeed_config_process(must_match=False, **{"a": 2, "b.c": 6})
+    assert (made.get_value("a"), made.get_value("b.c")) == (1, 5)
+
+
+def test_an_entry_that_waits_for_nothing_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"entry 'b.c' of DeepSpeed's configuration is 'auto'.*keyword"):
+        plugin({"b": {"c": "auto"}}).deepspeed_config_process(a=1)
+
+
+def test_only_the_state_selects() -> None:
+    made = plugin()
+    assert made.selected is False
+    with pytest.raises(ConfigurationError, match=r"select_deepspeed_plugin"):
+        made.select()
+    with pytest.raises(NotImplementedError, match=r"select_deepspeed_plugin"):
+        made.selected = True
+    made.select(_from_accelerator_state=True)
+    assert made.selected is True
+    made._unselect()
+    assert made.selected is False
+
+
+def test_sharded_building_is_turned_off_inside_a_block() -> None:
+    made = DeepSpeedPlugin(zero_stage=3)
+    with made.zero3_init_context_manager(enable=False):
+        assert not made.is_zero3_init_enabled()
+    assert made.is_zero3_init_enabled()
+    with pytest.raises(KeyError), made.zero3_init_context_manager(enable=False):
+        raise KeyError
+    assert made.is_zero3_init_enabled()
+
+
+@without_deepspeed
+def test_what_needs_the_package_says_so() -> None:
+    made = DeepSpeedPlugin(zero_stage=3)
+    with pytest.raises(
+        MissingPackageError, match=r"zero3_init_flag=True\) needs the package 'deepspeed'.*accelerate\[deep"
+    ):
+        made.select(_from_accelerator_state=True)
+    moe = DeepSpeedPlugin(transformer_moe_cls_names="Linear")
+    with pytest.raises(MissingPackageError, match=r"deepspeed.utils"):
+        moe.set_moe_leaf_modules(nn.Linear(1, 1))
+    off = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False)
+    with pytest.raises(MissingPackageError), off.zero3_init_context_manager(enable=True):
+        pass
+    assert off.zero3_init_flag is False
+
+    @deepspeed_required
+    def start() -> None: ...
+
+    with pytest.raises(MissingPackageError, match=r"start needs the package 'deepspeed'"):
+        start()
+
+
+def test_expert_layers_must_be_there() -> None:
+    DeepSpeedPlugin().set_moe_leaf_modules(nn.Linear(1, 1))
+    with pytest.raises(ConfigurationError, match=r"names Experts, but Linear has no layer"):
+        DeepSpeedPlugin(transformer_moe_cls_names="Linear, Experts").set_moe_leaf_modules(nn.Linear(1, 1))
+
+
+def test_the_configuration_may_be_replaced() -> None:
+    made = plugin()
+    made.deepspeed_config = {"zero_optimization": {"stage": 0}}
+    assert made.get_value("zero_optimization.stage") == 0
+
+
+def test_a_plain_plugin_is_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin()
+        DeepSpeedPlugin()

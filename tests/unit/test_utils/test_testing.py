@@ -1,0 +1,137 @@
+"""The helpers for tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.processes import run_group, script_environment
+
+from accelerate.test_utils import testing
+from accelerate.test_utils.testing import TempDirTestCase
+from accelerate.test_utils.training import RegressionDataset, RegressionModel
+
+
+def test_the_package_does_not_load_torch() -> None:
+    code = (
+        "import sys, accelerate.test_utils as t; t.get_launch_command; t.execute_subprocess_async; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=script_environment(), check=False).returncode == 0
+
+
+def test_every_listed_name_is_there() -> None:
+    import accelerate.test_utils as package
+
+    missing = [name for name in dir(package) if not hasattr(package, name)]
+    assert missing == []
+
+
+def test_launch_commands_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = testing.get_launch_command(num_processes=2, cpu=True, config_file=None, mixed_precision="bf16")
+    assert command == ["accelerate", "launch", "--num_processes=2", "--cpu", "--mixed_precision=bf16"]
+    assert testing.DEFAULT_LAUNCH_COMMAND[:2] == ["accelerate", "launch"]
+    assert testing.path_in_accelerate_package("test_utils", "scripts", "test_script.py").is_file()
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
+    assert (testing.pytest_xdist_worker_id(), testing.get_torch_dist_unique_port()) == (3, 29503)
+
+
+def test_run_command() -> None:
+    assert testing.run_command([sys.executable, "-c", "print('hello')"], return_stdout=True) == "hello\n"
+    with pytest.raises(testing.SubprocessCallException, match="code 3") as raised:
+        testing.run_command([sys.executable, "-c", "print('why'); raise SystemExit(3)"])
+    assert "why" in str(raised.value)
+
+
+def test_execute_subprocess_async(capsys: pytest.CaptureFixture[str]) -> None:
+    done = testing.execute_subprocess_async([sys.executable, "-c", "print('out')"])
+    assert (done.returncode, done.stdout, done.stderr) == (0, ["out"], [])
+    assert "out\n" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="broken here"):
+        testing.execute_subprocess_async([sys.executable, "-c", "raise ValueError('broken here')"], quiet=True)
+    with pytest.raises(RuntimeError, match="did not end within"):
+        testing.execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.5)
+
+
+def test_requirements_skip_what_is_missing() -> None:
+    def test() -> str:
+        return "ran"
+
+    assert testing.require_transformers(test)() == "ran"
+    assert testing.require_torch_min_version(version="2.0")(test)() == "ran"
+    for decorator in (testing.require_torch_min_version(version="99.0"), testing.skip):
+        with pytest.raises(unittest.SkipTest):
+            decorator(test)()
+    with pytest.raises(ValueError, match="no version"):
+        testing.require_torch_min_version(test)
+    alone = testing.torch_device == "cpu"
+    for decorator, runs in ((testing.require_cpu, alone), (testing.require_non_cpu, not alone)):
+        if runs:
+            assert decorator(test)() == "ran"
+        else:
+            with pytest.raises(unittest.SkipTest):
+                decorator(test)()
+
+
+def test_slow_needs_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_SLOW", "yes")
+    assert testing.slow(lambda: "ran")() == "ran"
+    monkeypatch.setenv("RUN_SLOW", "no")
+    with pytest.raises(unittest.SkipTest):
+        testing.slow(lambda: "ran")()
+
+
+def test_temporary_folders_are_emptied_and_removed() -> None:
+    places: list[Path] = []
+
+    class Case(TempDirTestCase):
+        def test_first(self) -> None:
+            (self.tmpdir / "folder").mkdir()
+            (self.tmpdir / "file").touch()
+            places.append(self.tmpdir)
+
+        def test_second(self) -> None:
+            assert list(self.tmpdir.iterdir()) == []
+
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
+    assert (result.testsRun, result.errors, result.failures) == (2, [], [])
+    assert not places[0].exists()
+
+
+def test_assert_exception() -> None:
+    def fail() -> None:
+        raise ValueError("the text")
+
+    with testing.assert_exception(ValueError, "text"):
+        fail()
+    with pytest.raises(AssertionError), testing.assert_exception(ValueError, "other"):
+        fail()
+    with pytest.raises(AssertionError), testing.assert_exception(ValueError):
+        pass
+    assert testing.capture_call_output(print, "hello") == "hello\n"
+
+
+def _compare() -> tuple[bool, bool]:
+    from accelerate.state import PartialState
+
+    state = PartialState(cpu=True)
+    own = torch.full((2,), float(state.process_index))
+    return testing.are_the_same_tensors(torch.ones(2)), testing.are_the_same_tensors(own)
+
+
+def test_are_the_same_tensors() -> None:
+    assert run_group(_compare, 2) == [(True, False), (True, False)]
+
+
+def test_the_small_task() -> None:
+    data = RegressionDataset(length=8, seed=1)
+    assert len(data) == 8
+    assert float(data[3]["x"]) == float(RegressionDataset(length=8, seed=1)[3]["x"])
+    height = RegressionModel(a=2, b=1)(torch.tensor([3.0]))
+    assert height is not None
+    assert height.item() == 7.0
