@@ -21,7 +21,9 @@ names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREAD
 facts = {name: os.environ.get(name) for name in names}
 facts |= {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "path": sys.path[0], "name": __name__}
 facts |= {"main": sys.modules["__main__"].__dict__ is globals(), "file": __file__, "torch": "torch" in sys.modules}
-print(json.dumps(facts), flush=True)
+# One write a line: workers share the output, and print() writes the end of a line on its own.
+sys.stdout.write(json.dumps(facts) + chr(10))
+sys.stdout.flush()
 """
 
 
@@ -116,10 +118,10 @@ def test_a_module_on_a_port_of_choice(script: Path) -> None:
 def test_workers_meet(tmp_path: Path) -> None:
     script = tmp_path / "meet.py"
     script.write_text(
-        "import torch\nfrom accelerate import Accelerator\n"
+        "import sys\nimport torch\nfrom accelerate import Accelerator\n"
         "accelerator = Accelerator()\n"
         "total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0]), 'sum')\n"
-        "print('total', total.item(), accelerator.num_processes, accelerator.device)\n"
+        "sys.stdout.write(f'total {total.item()} {accelerator.num_processes} {accelerator.device}' + chr(10))\n"
         "accelerator.end_training()\n"
     )
     done = launch("--cpu", "--num_processes", "2", str(script))
@@ -132,7 +134,7 @@ def test_a_failed_group_is_started_again(tmp_path: Path) -> None:
         "import os\nfrom pathlib import Path\n"
         "mark = Path(__file__).with_name('mark' + os.environ['RANK'])\n"
         "if os.environ['RANK'] == '0' and not mark.exists():\n    mark.touch()\n    raise ValueError('once')\n"
-        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print(f\"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n\", end='')\n"
     )
     done = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", str(script))
     assert done.returncode == 0, done.stderr
@@ -212,7 +214,7 @@ def test_a_launcher_that_is_stopped_leaves_no_process(
     script.write_text(
         f"import os, signal, subprocess, sys, time\n{habit}\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print('ready', os.getpid(), child.pid, flush=True)\ntime.sleep(600)\n"
+        "print(f'ready {os.getpid()} {child.pid}\\n', end='', flush=True)\ntime.sleep(600)\n"
     )
     process = subprocess.Popen(
         launch_command("--cpu", "--num_processes", "2", str(script)),
