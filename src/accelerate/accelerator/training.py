@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -137,8 +137,7 @@ class TrainingMixin:
         if not self.strategy.caps.joinable:
             if current.runtime().is_distributed:
                 warn_once(f"join_uneven_inputs does nothing under the strategy {self.strategy.name!r}.")
-            with nullcontext():
-                yield
+            yield
             return
         changed: list[tuple[Any, bool]] = []
         if even_batches is not None:
