@@ -102,7 +102,7 @@ def run_on(machines: tuple[str, str], words: list[list[str]]) -> list[subprocess
         subprocess.Popen(
             ["ip", "netns", "exec", machine, *launch_command(*arguments)],
             # By its host name each would find its own loopback address; gloo takes the card that it is told.
-            env=launch_environment({"GLOO_SOCKET_IFNAME": CARD}),
+            env=launch_environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 name = "torch elastic agent"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def accepts(config: RunConfig, site: Site) -> Choice[bool]:
@@ -88,6 +89,10 @@ def agent_plan(
         local_addr=local_addr,
     )
     environment = worker_environment(config, site, local)
+    if machines > 1 and local_addr is not None and _INTERFACE not in site.environment:
+        # gloo announces the address that the host name leads to, which is often the loopback one.
+        interface = site.interface_of(local_addr)
+        environment |= {_INTERFACE: interface} if interface else {}
     return LaunchPlan("elastic", recorded_command(config, site), environment, point.notes, options, launcher=name)
 
 

@@ -22,6 +22,7 @@ class Site:
         find_program: Where a program is, or None.
         mpi_version: What `mpirun --version` says.
         address_towards: The address of this machine on its way to another one.
+        interface_of: The network interface that has an address of this machine.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class Site:
     find_program: Callable[[str], str | None] = lambda name: name
     mpi_version: Callable[[str], str] = lambda program: "Open MPI"
     address_towards: Callable[[str], str | None] = lambda host: None
+    interface_of: Callable[[str], str | None] = lambda address: None
 
     def integer(self, name: str) -> int | None:
         """Return a variable as a number, None where it is not set or not one."""
@@ -52,6 +54,7 @@ def here(arguments: tuple[str, ...] = ()) -> Site:
         find_program=shutil.which,
         mpi_version=_mpi_version,
         address_towards=_address_towards,
+        interface_of=_interface_of,
     )
 
 
@@ -72,6 +75,15 @@ def _mpi_version(program: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout + answer.stderr
+
+
+def _interface_of(address: str) -> str | None:
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    return None
 
 
 def _address_towards(host: str) -> str | None:
