@@ -1,4 +1,4 @@
-"""Adapters of PEFT models: recognised, and their weights under the names that PEFT saves."""
+"""The weights of PEFT adapters under the names that PEFT saves."""
 
 from __future__ import annotations
 
@@ -6,16 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..._base.imports import is_peft_available, require
+from ..._base.imports import require
 from ...parallel.unwrap import extract_model_from_parallel
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model, without its wrappers, is a `PeftModel`."""
-    if not is_peft_available():
-        return False
-    peft = require("peft", why="to recognise adapters")
-    return isinstance(extract_model_from_parallel(model), peft.PeftModel)
 
 
 def adapter_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:

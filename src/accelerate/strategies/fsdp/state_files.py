@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from ..._base.errors import ConfigurationError
-from .adapters import adapter_state_dict, is_peft_model, model_names
+from ...parallel.describe import is_peft_model
+from .adapters import adapter_state_dict, model_names
 from .shards import local_shards, write_into
 
 FilePath = str | os.PathLike[str]
