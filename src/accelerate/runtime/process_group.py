@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,23 @@ def join(backend: str, topology: Topology, options: dict[str, Any]) -> dict[str,
     else:
         dist.init_process_group(backend=backend, **options)
         current.MEETING.update(place=place, store=default_store(), groups=1)
+    if backend == "gloo":
+        _leave_at_exit(os.getpid())
     return {_OPTIONS: {"backend": backend, **kept}, _SOCKETS: _open_sockets() - before}
+
+
+@cache
+def _leave_at_exit(process: int) -> None:
+    """Let a program that ends without leaving its gloo group leave it.
+
+    The group's threads run on in an interpreter that is shutting down, and now and then abort the process there.
+    """
+
+    def leave() -> None:
+        if os.getpid() == process and dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def _meet_again(options: dict[str, Any], rank: int, world_size: int) -> None:
