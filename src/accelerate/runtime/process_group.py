@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..config import env
-from . import current
+from . import current, gloo_threads
 from .topology import Topology
 from .torch_private import default_store
 
@@ -51,7 +51,10 @@ def _leave_at_exit(process: int) -> None:
     """
 
     def leave() -> None:
-        if os.getpid() == process and dist.is_initialized():
+        if os.getpid() != process:
+            return
+        gloo_threads.settle()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     atexit.register(leave)

@@ -1,0 +1,43 @@
+"""A process leaves only when the threads of its gloo group rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerate.runtime import gloo_threads
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list its threads")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_threads_are_found_by_their_name() -> None:
+    dist.all_reduce(torch.ones(1))
+    assert gloo_threads.activity()
+
+
+@pytest.mark.usefixtures("group")
+def test_settling_waits_for_a_thread_at_work() -> None:
+    source = torch.ones(30_000_000)
+    target = [torch.zeros_like(source)]
+    work = dist.all_gather(target, source, async_op=True)
+    assert work is not None
+    gloo_threads.settle()
+    assert work.is_completed()
+    assert target[0].sum() == 30_000_000
+
+
+def test_settling_returns_at_once_without_a_group() -> None:
+    assert gloo_threads.activity() == {}
+    gloo_threads.settle()
