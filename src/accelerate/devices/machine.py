@@ -98,6 +98,15 @@ def _count(kind: Hardware, environ: Mapping[str, str], root: Path) -> int:
     return _lines([program, *kind.tool[1:]]) if program else 0
 
 
+def link_variables(machine: Machine) -> dict[str, str]:
+    """Return variables that processes on several accelerators of this machine need to reach each other."""
+    if machine.device_type != "cuda" or machine.device_count < 2:
+        return {}
+    from . import nvidia
+
+    return nvidia.link_variables()
+
+
 def _computes(node: Path) -> bool:
     """Say whether a node of AMD's topology is a GPU: the CPU is listed too, without compute units."""
     try:

@@ -58,6 +58,11 @@ def check_cuda_p2p_ib_support() -> bool:
         return True
 
 
+def link_variables() -> dict[str, str]:
+    """Return what keeps several devices of this machine from a way of talking that their boards do not have."""
+    return {} if check_cuda_p2p_ib_support() else {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+
+
 @functools.cache
 def check_cuda_fp8_capability() -> bool:
     """Say whether the current CUDA device computes in 8-bit floats (compute capability 8.9 or later)."""

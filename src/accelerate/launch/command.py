@@ -91,6 +91,9 @@ def worker_environment(config: RunConfig, site: Site, local_processes: int) -> d
     if local_processes > 1:
         # It binds threads to the first cores, the same ones in every process.
         values.pop("KMP_AFFINITY", None)
+        if not config["cpu"]:
+            links = site.link_variables(config.machine)
+            values |= {name: value for name, value in links.items() if name not in site.environment}
     threads = _threads(config, site, local_processes)
     if threads is not None:
         values["OMP_NUM_THREADS"] = str(threads)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from .._base.ports import get_free_port, is_port_in_use
 from ..config import env
+from ..devices.machine import Machine, link_variables
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Site:
         mpi_version: What `mpirun --version` says.
         address_towards: The address of this machine on its way to another one.
         interface_of: The network interface that has an address of this machine.
+        link_variables: What processes on several accelerators of this machine need to reach each other.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -35,6 +37,7 @@ class Site:
     mpi_version: Callable[[str], str] = lambda program: "Open MPI"
     address_towards: Callable[[str], str | None] = lambda host: None
     interface_of: Callable[[str], str | None] = lambda address: None
+    link_variables: Callable[[Machine], Mapping[str, str]] = lambda machine: {}
 
     def integer(self, name: str) -> int | None:
         """Return a variable as a number, None where it is not set or not one."""
@@ -55,6 +58,7 @@ def here(arguments: tuple[str, ...] = ()) -> Site:
         mpi_version=_mpi_version,
         address_towards=_address_towards,
         interface_of=_interface_of,
+        link_variables=link_variables,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import availability, nvidia
+from accelerate.devices.machine import Machine, link_variables
 from accelerate.runtime.availability import is_bf16_available, is_torch_xla_available
 
 CHECKS = [value for name, value in vars(availability).items() if name.startswith("is_") and name != "is_torch_version"]
@@ -91,6 +92,9 @@ def test_old_drivers_of_some_boards_cannot_talk_peer_to_peer(
 ) -> None:
     _answers(driver, names, version)
     assert nvidia.check_cuda_p2p_ib_support() is supported
+    wanted = {} if supported else {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    assert link_variables(Machine("cuda", len(names))) == wanted
+    assert link_variables(Machine("cuda", 1)) == link_variables(Machine()) == {}
 
 
 def test_without_a_driver_peer_to_peer_is_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

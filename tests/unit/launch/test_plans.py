@@ -71,6 +71,14 @@ def test_one_process_that_is_to_be_restarted_gets_an_agent() -> None:
 # --- several processes here -------------------------------------------------------------------------------------------
 
 
+def test_boards_that_cannot_talk_peer_to_peer_are_told_not_to() -> None:
+    facts = {"link_variables": lambda machine: {"FIRST_LINK": "1", "OTHER_LINK": "1"}}
+    plan = plan_of(num_processes=2, facts=facts, environment={"OTHER_LINK": "0"})
+    assert only(plan, "FIRST_LINK", "OTHER_LINK") == {"FIRST_LINK": "1", "OTHER_LINK": None}
+    for given in ({"num_processes": 2, "cpu": True}, {"num_processes": 1}):
+        assert only(plan_of(facts=facts, **given), "FIRST_LINK") == {"FIRST_LINK": None}
+
+
 def test_processes_of_this_machine() -> None:
     plan = plan_of(cpu=True, num_processes=3, arguments=["a"])
     assert plan.mode == "elastic"
