@@ -151,6 +151,133 @@ def two_process_lines(results: Results) -> Iterator[Line]:
     )
 
 
+def save_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].ratio("accelerate"), results.get(REFERENCE)
+    yield Line(
+        label="save_state of 600 MB over safetensors and torch.save of the same",
+        unit="x",
+        budget="<= 1.1 x",
+        ours=ours,
+        passed=ours <= 1.1,
+        reference=other.ratio("accelerate") if other else None,
+        others=(("plain, s", results[OURS].quiet("plain")),),
+    )
+
+
+def stall_lines(results: Results) -> Iterator[Line]:
+    samples = results[OURS]
+    blocking = samples.quiet("blocking")
+    ours = 100 * samples.quiet("call") / blocking
+    yield Line(
+        label="save_state(blocking=False): training stands still, of the time of a blocking save",
+        unit="%",
+        budget="<= 15 %",
+        ours=ours,
+        passed=ours <= 15,
+        others=(("the first time", 100 * samples.quiet("first call") / blocking), ("blocking, s", blocking)),
+    )
+
+
+def load_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].ratio("accelerate"), results.get(REFERENCE)
+    reference = other.ratio("accelerate") if other else None
+    yield Line(
+        label="load_state of 600 MB over reading the same by hand",
+        unit="x",
+        budget="<= 1.1 x reference",
+        ours=ours,
+        passed=reference is None or ours <= 1.1 * reference,
+        reference=reference,
+        others=(("plain, s", results[OURS].quiet("plain")),),
+    )
+
+
+def resume_lines(results: Results) -> Iterator[Line]:
+    ours, reads = results[OURS].quiet("resume"), results[OURS].facts["reads"]
+    yield Line(
+        label="load_state and the next batch, at batch 1,000,000",
+        unit="s",
+        budget="<= 1 s, nothing read to skip",
+        ours=ours,
+        passed=ours <= 1 and reads == 0,
+        others=(("samples read to skip", float(str(reads))),),
+    )
+
+
+def _against_reference(results: Results, series: str, label: str, most: float) -> Line:
+    ours, other = results[OURS].quiet(series), results.get(REFERENCE)
+    reference = other.quiet(series) if other else None
+    return Line(
+        label=label,
+        unit="s",
+        budget=f"<= {most} x reference",
+        ours=ours,
+        passed=reference is None or ours <= most * reference,
+        reference=reference,
+        others=(("times the reference", ours / reference),) if reference else (),
+    )
+
+
+def big_load_lines(results: Results) -> Iterator[Line]:
+    yield _against_reference(results, "disk", "load 1.6 GB, to the disk", 0.05)
+    yield _against_reference(results, "cpu", "load 1.6 GB, to the CPU", 0.3)
+
+
+def big_forward_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS], results.get(REFERENCE)
+    for series, label in (("first", "the first one"), ("later", "later ones")):
+        yield Line(
+            label=f"forward from the disk, pages cached, {label}: over one in memory",
+            unit="x",
+            budget="<= 1.15 x",
+            ours=ours.ratio(series, "memory"),
+            passed=ours.ratio(series, "memory") <= 1.15,
+            reference=other.ratio(series, "memory") if other else None,
+            others=(("in memory, s", ours.quiet("memory")),),
+        )
+
+
+def big_cold_lines(results: Results) -> Iterator[Line]:
+    def over_longer(samples: Samples) -> float:
+        return samples.quiet("cold") / max(samples.quiet("read"), samples.quiet("compute"))
+
+    ours, other = results[OURS], results.get(REFERENCE)
+    yield Line(
+        label="forward from the disk, pages dropped: over the longer of reading and computing",
+        unit="x",
+        budget="<= 1.2 x",
+        ours=over_longer(ours),
+        passed=over_longer(ours) <= 1.2,
+        reference=over_longer(other) if other else None,
+        others=(("read, s", ours.quiet("read")), ("compute, s", ours.quiet("compute"))),
+    )
+
+
+def big_empty_lines(results: Results) -> Iterator[Line]:
+    yield _against_reference(results, "empty", "init_empty_weights, 2,800 linear layers", 0.3)
+
+
+def big_plan_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].quiet("plan"), results.get(REFERENCE)
+    yield Line(
+        label="plan for 100,000 modules",
+        unit="s",
+        budget="<= 2 s",
+        ours=ours,
+        passed=ours <= 2,
+        reference=other.quiet("plan") if other else None,
+    )
+
+
+# What the reference takes minutes for is measured without it.
+BIG_MODEL = (
+    (("load", "2"), big_load_lines),
+    (("forward", "3"), big_forward_lines),
+    (("cold", "2"), big_cold_lines),
+    (("empty", "10"), big_empty_lines),
+    (("plan", "3"), big_plan_lines),
+)
+
 CASES = (
     *(
         Case("step", "A training step", Script("step.py", ("--variant", variant)), step_lines(label))
@@ -165,11 +292,38 @@ CASES = (
         )
     ),
     Case("ddp", "DDP", Script("ddp.py", processes=2), ratio_lines("DDP on two processes over hand-written DDP")),
+    Case(
+        "fsdp", "FSDP2", Script("fsdp.py", processes=2), ratio_lines("FSDP2 on two processes over hand-written FSDP2")
+    ),
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
+    *(
+        Case("checkpoint", "Checkpoint", Script("checkpoint.py", ("--kind", kind)), lines)
+        for kind, lines in (
+            ("save", save_lines),
+            ("stall", stall_lines),
+            ("load", load_lines),
+            ("resume", resume_lines),
+        )
+    ),
     Case("import", "Import", Script("imports.py", sessions=7), import_lines),
     Case("import", "Import", Script("imports.py", ("--bare",), sessions=1), bare_import_lines),
     *(
         Case("launch", "Launch", Script("launch.py", ("--kind", kind), sessions=1), lines)
         for kind, lines in (("help", help_lines), ("one", one_process_lines), ("two", two_process_lines))
+    ),
+    *(
+        Case(
+            "big_model",
+            "A big model",
+            Script(
+                "big_model.py",
+                ("--part", part, "--rounds", rounds),
+                sessions=1,
+                only_ours=part == "plan",
+                timeout=600,
+            ),
+            lines,
+        )
+        for (part, rounds), lines in BIG_MODEL
     ),
 )

@@ -21,12 +21,18 @@ class CaseFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Script:
-    """One command to measure: a script of `cases/`, its arguments and its number of processes."""
+    """One command to measure: a script of `cases/`, its arguments and its number of processes.
+
+    Args:
+        only_ours: Do not run it under the reference, which would take minutes.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
     processes: int = 1
     sessions: int = 2
+    only_ours: bool = False
+    timeout: int = 120
 
 
 @dataclass
@@ -78,9 +84,10 @@ class Interpreters:
 
 def measure(script: Script, interpreters: Interpreters) -> dict[str, Samples]:
     """Run a script under each interpreter in turn, several times, and pool the rounds."""
-    samples = {name: Samples() for name, _ in interpreters.items()}
+    measured = [pair for pair in interpreters.items() if pair[0] == OURS or not script.only_ours]
+    samples = {name: Samples() for name, _ in measured}
     for session in range(script.sessions):
-        order = interpreters.items()
+        order = list(measured)
         for name, python in order if session % 2 == 0 else reversed(order):
             samples[name].add(run_once(script, name, python))
     return samples
@@ -92,7 +99,9 @@ def run_once(script: Script, name: str, python: Path) -> dict[str, object]:
     if script.processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={script.processes}"]
     command += [str(CASES / script.name), *script.arguments]
-    finished = subprocess.run(command, env=environment(name), capture_output=True, text=True, check=False, timeout=120)
+    finished = subprocess.run(
+        command, env=environment(name), capture_output=True, text=True, check=False, timeout=script.timeout
+    )
     for line in finished.stdout.splitlines():
         if line.startswith("RESULT "):
             result: dict[str, object] = json.loads(line.removeprefix("RESULT "))

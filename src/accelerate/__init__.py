@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from accelerate import checkpointing as checkpointing
     from accelerate import data_loader as data_loader
     from accelerate import hooks as hooks
+    from accelerate import inference as inference
     from accelerate import launchers as launchers
     from accelerate import local_sgd as local_sgd
     from accelerate import logging as logging
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from accelerate.config.sections.training import DataLoaderConfiguration as DataLoaderConfiguration
     from accelerate.data_loader import skip_first_batches as skip_first_batches
+    from accelerate.inference import prepare_pippy as prepare_pippy
     from accelerate.launchers import debug_launcher as debug_launcher
     from accelerate.launchers import notebook_launcher as notebook_launcher
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
 else:
     _MODULES = (
-        "accelerator big_modeling checkpointing data_loader hooks launchers local_sgd logging optimizer "
+        "accelerator big_modeling checkpointing data_loader hooks inference launchers local_sgd logging optimizer "
         "parallelism_config scheduler state tracking utils"
     )
     _TABLE = {
@@ -76,6 +78,7 @@ else:
                 "accelerate.config.sections.plugins_fsdp": "FullyShardedDataParallelPlugin",
                 "accelerate.config.sections.training": "DataLoaderConfiguration",
                 "accelerate.data_loader": "skip_first_batches",
+                "accelerate.inference": "prepare_pippy",
                 "accelerate.launchers": "debug_launcher notebook_launcher",
                 "accelerate.parallelism_config": "ParallelismConfig",
                 "accelerate.state": "PartialState",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,19 +14,23 @@ from torch import nn
 from ._base import constants
 from ._base.errors import ConfigurationError
 from .config import env
+from .config.sections.plugins_quantization import BnbQuantizationConfig
 from .devices import registry
-from .hooks.align import AlignDevicesHook, SkipKeys, attach_align_device_hook
+from .hooks.align import AlignDevicesHook, SkipKeys
+from .hooks.attach import attach_align_device_hook
 from .hooks.base import add_hook_to_module
 from .hooks.casting import LayerwiseCastingHook
 from .hooks.dispatch import first_accelerator, guard_moves, hook_device_map, weights_of_offloaded
 from .hooks.whole_model import CpuOffload, UserCpuOffloadHook
+from .offload import bnb, weight_only
 from .offload.device_map import check_device_map
+from .offload.empty import initialisers_skipped, parameters_on
 from .offload.loading import load_checkpoint_in_model
 from .offload.memory import get_balanced_memory
 from .offload.places import DISK, META, Place, as_device
 from .offload.planner import infer_auto_device_map
 from .offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
-from .offload.tensors import TiedCache, set_module_tensor_to_device
+from .offload.tensors import TiedCache
 from .offload.ties import find_tied_parameters, on_host, shared_weights
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "dispatch_model",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
 ]
 
@@ -73,23 +77,11 @@ def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterat
     """
     target = as_device(device)
     if env.flag("ACCELERATE_INIT_INCLUDE_BUFFERS") if include_buffers is None else include_buffers:
-        with target:
+        with target, initialisers_skipped():
             yield
         return
-    register = nn.Module.register_parameter
-
-    @functools.wraps(register)
-    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        # A parameter that is there already keeps its identity, so tied weights stay tied.
-        if param is not None and param.device != target:
-            set_module_tensor_to_device(module, name, target, clear_cache=False)
-
-    nn.Module.register_parameter = register_on_device  # type: ignore[method-assign,assignment]
-    try:
+    with parameters_on(target):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _running_device(model: nn.Module, execution_device: Place | None) -> Place:
@@ -106,6 +98,8 @@ def cpu_offload(
     offload_buffers: bool = False,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Iterable[str] | None = None,
+    *,
+    offload_memory: int | str | None = None,
 ) -> M:
     """Keep the weights on the CPU, and bring those of each module to the device while it runs.
 
@@ -113,10 +107,13 @@ def cpu_offload(
         execution_device: Where the model runs; where its first parameter is if not given.
         state_dict: The weights on the CPU, if they are at hand.
         preload_module_classes: Class names of modules that use the weights of their children without calling them.
+        offload_memory: What weights may take on the device, in bytes or as text like `"2GB"`; measured if not given.
     """
     device = _running_device(model, execution_device)
-    weights = on_host(model.state_dict()) if state_dict is None else state_dict
-    _attach_offload(model, device, weights, offload_buffers, preload_module_classes, _tied_cache(model, weights))
+    held = on_host(model.state_dict()) if state_dict is None else state_dict
+    weights = OffloadedWeightsLoader(held)
+    tied = _tied_cache(model, held)
+    _attach_offload(model, device, weights, offload_buffers, preload_module_classes, tied, offload_memory)
     return model
 
 
@@ -126,17 +123,21 @@ def disk_offload(
     execution_device: Place | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Iterable[str] | None = None,
+    *,
+    offload_memory: int | str | None = None,
 ) -> M:
     """Keep the weights in a folder, and read those of each module while it runs.
 
     Args:
         offload_dir: A folder that has an index already is used as it is; otherwise the weights are written to it.
+        offload_memory: What weights may take in memory, in bytes or as text like `"2GB"`; measured if not given.
     """
     if not has_offload_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
     device = _running_device(model, execution_device)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    _attach_offload(model, device, weights, offload_buffers, preload_module_classes, None)
+    weights.add_aliases(find_tied_parameters(model))
+    _attach_offload(model, device, weights, offload_buffers, preload_module_classes, None, offload_memory)
     return model
 
 
@@ -147,6 +148,7 @@ def _attach_offload(
     offload_buffers: bool,
     preload: Iterable[str] | None,
     tied: TiedCache | None,
+    offload_memory: int | str | None,
 ) -> None:
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
@@ -157,6 +159,7 @@ def _attach_offload(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
         tied_params_map=tied,
+        offload_memory=offload_memory,
     )
 
 
@@ -198,6 +201,8 @@ def dispatch_model(
     skip_keys: SkipKeys = None,
     preload_module_classes: Iterable[str] | None = None,
     force_hooks: bool = False,
+    *,
+    offload_memory: int | str | None = None,
 ) -> M:
     """Put the modules of a model where a device map says, and make it run from there.
 
@@ -210,6 +215,8 @@ def dispatch_model(
         skip_keys: Names of keyword arguments that are not moved between devices.
         preload_module_classes: Class names of modules that use the weights of their children without calling them.
         force_hooks: Use hooks even if all modules lie on one device.
+        offload_memory: What weights of offloaded modules may take while the model runs, in bytes or as text like
+            `"2GB"`; measured if not given. They are read ahead of the module that runs, within this budget.
 
     Raises:
         ConfigurationError: If a tensor has no place, or modules on the disk have no folder.
@@ -219,7 +226,9 @@ def dispatch_model(
     if len(places) > 1 or DISK in places or force_hooks:
         main = first_accelerator(device_map) if main_device is None else main_device
         weights = weights_of_offloaded(model, device_map, main, state_dict, offload_dir, offload_index)
-        hook_device_map(model, device_map, main, weights, offload_buffers, skip_keys, preload_module_classes)
+        hook_device_map(
+            model, device_map, main, weights, offload_buffers, skip_keys, preload_module_classes, offload_memory
+        )
         guard_moves(model)
     else:
         model.to(as_device(next(iter(device_map.values()))))
@@ -243,6 +252,8 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    offload_memory: int | str | None = None,
 ) -> M:
     """Load a checkpoint into a model, usually an empty one, with each weight where it will be used.
 
@@ -253,7 +264,10 @@ def load_checkpoint_and_dispatch(
             are only loaded.
         max_memory: The memory that a made map may use on each device.
         no_split_module_classes: Class names of the blocks that stay whole in a made map.
-        offload_folder: Where weights for the disk are written.
+        offload_folder: Where the index of weights on the disk is written. A safetensors checkpoint is used in place;
+            other formats, and smaller dtypes, are converted once to this folder.
+        offload_memory: What weights of offloaded modules may take while the model runs, in bytes or as text like
+            `"2GB"`; measured if not given.
 
     Raises:
         ConfigurationError: If the map is an unknown word, or the checkpoint does not fit.
@@ -290,6 +304,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        offload_memory=offload_memory,
     )
 
 
@@ -339,3 +354,83 @@ def attach_layerwise_casting_hooks(
             visit(child, f"{name}.{key}" if name else key)
 
     visit(module, "")
+
+
+def load_and_quantize_model(
+    model: M,
+    bnb_quantization_config: BnbQuantizationConfig | Any,
+    weights_location: FilePath | None = None,
+    device_map: str | Mapping[str, Place] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: FilePath | None = None,
+    offload_state_dict: bool = False,
+) -> M:
+    """Store the weights of linear layers in 8 or 4 bits, as they are loaded or where they are.
+
+    Args:
+        model: An empty model, whose weights are loaded and quantised one by one, or one with weights.
+        bnb_quantization_config: How bitsandbytes quantises; or a configuration of torchao for weights, such as
+            `Int8WeightOnlyConfig()`.
+        weights_location: A checkpoint, quantised or not; needed for an empty model.
+        device_map: As for `load_checkpoint_and_dispatch`; without it everything goes to one device.
+        offload_folder: Where weights for the disk are written, in 8 bits.
+
+    Raises:
+        ConfigurationError: If an empty model has no weights to load, or weights in 4 bits would be offloaded.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = Model(config)
+        model = load_and_quantize_model(model, BnbQuantizationConfig(load_in_8bit=True), "checkpoint", device_map="auto")
+        ```
+    """
+    config = bnb_quantization_config
+    empty = bnb.get_parameter_device(model) == META
+    if empty and weights_location is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} is on the meta device and weights_location={weights_location!r}, so there is "
+            "nothing to quantise. Pass the checkpoint as weights_location."
+        )
+    if weight_only.is_torchao_config(config):
+        return _load_for_torchao(model, config, weights_location, device_map, no_split_module_classes, max_memory)
+    kept = bnb.kept_modules(model, config)
+    bnb.replace_with_bnb_layers(model, config, kept)
+    places = bnb.get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    if weights_location is not None:
+        # What stays in float32 must not pass through a smaller dtype on its way.
+        dtype = None if config.keep_in_fp32_modules else config.torch_dtype
+        load_checkpoint_in_model(
+            model,
+            weights_location,
+            device_map=places,
+            offload_folder=offload_folder,
+            dtype=dtype,
+            offload_state_dict=offload_state_dict,
+            offload_8bit_bnb=config.load_in_8bit and DISK in places.values(),
+        )
+    bnb.cast_the_rest(model, config)
+    return dispatch_model(model, places, offload_dir=offload_folder)
+
+
+def _load_for_torchao(
+    model: M,
+    config: Any,
+    weights_location: FilePath | None,
+    device_map: str | Mapping[str, Place] | None,
+    no_split: str | Iterable[str] | None,
+    max_memory: Mapping[int | str, int | str] | None,
+) -> M:
+    kept = bnb.get_keys_to_not_convert(model)
+    places: Mapping[str, Place]
+    if isinstance(device_map, str):
+        places = _made_map(model, device_map, max_memory, no_split, None, False)
+    else:
+        places = {"": _running_device(model, None)} if device_map is None else device_map
+    weight_only.refuse_offload(places)
+    if weights_location is not None:
+        load_checkpoint_in_model(model, weights_location, device_map=places)
+    dispatched = dispatch_model(model, places)
+    weight_only.quantize_weights(dispatched, config, kept)
+    return dispatched

@@ -12,6 +12,7 @@ from ._base.errors import ConfigurationError
 from .precision.scaler import SharedGradScaler
 from .runtime import current
 from .runtime.gradient_clock import GradientState
+from .session.progress import Progress
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -45,6 +46,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         self._stepped = True
+        self._progress: Progress | None = None
         self._overflow: torch.Tensor | None = None
         self._fused_backward = type(optimizer).__module__.startswith("lomo_optim")
         if device_placement and optimizer.state:
@@ -69,7 +71,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step, if the window is complete; through the scaler, if there is one."""
-        if not self.gradient_state.sync_gradients or self._fused_backward:
+        state = self.gradient_state
+        if not state.sync_gradients:
+            return None
+        if self._progress is not None:
+            self._progress.advance(state.active_dataloader)
+        if self._fused_backward:
             return None
         scaler = self.scaler
         if scaler is None:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._base.errors import ConfigurationError
 from .config import env
+from .config.sections.plugins_parallel import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchPipelineParallelConfig,
+    TorchTensorParallelConfig,
+)
+from .parallel.mesh import build_mesh, submesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "pp")
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
+_HANDLERS = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+    "pp": TorchPipelineParallelConfig,
+}
 _PREFIX = "PARALLELISM_CONFIG_"
 
 
@@ -34,6 +47,8 @@ class ParallelismConfig:
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of sequence parallelism.
+        pp_size: Ranks over which the layers of the model are spread in stages (pipeline parallelism).
+        pp_handler: Options of pipeline parallelism.
 
     Raises:
         ConfigurationError: If a size or backend cannot be, or two axes exclude each other.
@@ -49,9 +64,11 @@ class ParallelismConfig:
     tp_handler: Any = None
     cp_handler: Any = None
     sp_handler: Any = None
+    pp_size: int | None = None
+    pp_handler: Any = None
 
     device_mesh: ClassVar[Any] = None
-    _mesh: Any = field(default=None, init=False, repr=False, compare=False)
+    """The mesh, None until it is made; set on the object then, and no field, because it is no setting."""
 
     def __post_init__(self) -> None:
         for axis in _AXES:
@@ -74,11 +91,14 @@ class ParallelismConfig:
             raise ConfigurationError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both split the sequence. Set one of them to 1."
             )
-        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
-            raise ConfigurationError(
-                f"tp_size={self.tp_size}, cp_size={self.cp_size} cannot be combined with replicas alone "
-                f"(dp_replicate_size={self.dp_replicate_size}, dp_shard_size=1). Set dp_shard_size above 1 as well."
-            )
+        self._fill_handlers()
+
+    def _fill_handlers(self) -> None:
+        """Give every axis in use its options; sizes may be set after the object was made."""
+        for axis, kind in _HANDLERS.items():
+            name = f"{axis}_handler"
+            if self._size(axis) > 1 and getattr(self, name) is None:
+                setattr(self, name, kind())
 
     @classmethod
     def from_environment(cls) -> ParallelismConfig | None:
@@ -118,6 +138,16 @@ class ParallelismConfig:
         return self._size("sp") > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """Return whether the model is spread in stages."""
+        return self._size("pp") > 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the number of ranks along each axis, by its name."""
+        return {axis: self._size(axis) for axis in _AXES}
+
+    @property
     def total_size(self) -> int:
         """Return the number of processes that the sizes call for."""
         return prod(self._size(axis) for axis in _AXES)
@@ -130,7 +160,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Return how many ranks work on one share of the data."""
-        return self._size("tp") * self._size("cp") * self._size("sp")
+        return prod(self._size(axis) for axis in ("tp", "cp", "sp", "pp"))
 
     @property
     def dp_dim_names(self) -> list[str]:
@@ -140,7 +170,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Return the axes in use that spread one share of the data."""
-        return self._enabled("tp", "cp", "sp")
+        return self._enabled("tp", "cp", "sp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -168,33 +198,34 @@ class ParallelismConfig:
         Raises:
             ConfigurationError: If the product of the sizes is another number.
         """
+        self._fill_handlers()
         if self.total_size == 1:
             self.dp_replicate_size = world_size
         if self.total_size != world_size:
-            sizes = ", ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES)
-            rest = world_size // self.non_data_parallel_size
-            fits = (
-                f"dp_shard_size={rest} with the same tp, cp and sp would fit"
-                if rest * self.non_data_parallel_size == world_size
-                else f"tp*cp*sp must divide {world_size}"
-            )
+            given = ", ".join(f"{axis}_size={size}" for axis, size in self.sizes.items() if size > 1)
+            fitting = self._fitting(world_size)
+            advice = f"These would fit: {'; '.join(fitting)}" if fitting else f"Their product must be {world_size}"
             raise ConfigurationError(
-                f"{sizes} call for {self.total_size} processes, but there are {world_size}: {fits}."
+                f"ParallelismConfig({given}) calls for {self.total_size} processes, but there are {world_size}. {advice}."
             )
+
+    def _fitting(self, world_size: int) -> list[str]:
+        """Return the layouts that fill the processes and differ from this one in one size only."""
+        found = []
+        for axis in _AXES:
+            size, rest = divmod(world_size, self.total_size // self._size(axis))
+            takes = size > 0 and not rest and axis != "sp" and not (axis == "cp" and self.sp_enabled)
+            if takes:
+                changed = {**self.sizes, axis: size}
+                found.append(", ".join(f"{name}_size={count}" for name, count in changed.items() if count > 1))
+        return [layout or "no axis at all" for layout in dict.fromkeys(found)]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make the mesh of the axes in use, with the joined axes "dp", "dp_shard_cp" and "dp_cp"; None without axes."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        axes = self._enabled(*_AXES)
-        if not axes or (self.sp_enabled and self.sp_backend == "deepspeed"):
-            return None
-        mesh = init_device_mesh(device_type, tuple(self._size(axis) for axis in axes), mesh_dim_names=tuple(axes))
+        if self.sp_enabled and self.sp_backend == "deepspeed":
+            return None  # DeepSpeed makes its own groups
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
-        for name, parts in joined.items():
-            if parts:
-                mesh[tuple(parts)]._flatten(name)
-        return mesh
+        return build_mesh(device_type, self.sizes, joined)
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh, made on first use.
@@ -202,22 +233,49 @@ class ParallelismConfig:
         Raises:
             ConfigurationError: If no device type is known yet, or another one than the mesh has is asked for.
         """
-        if self._mesh is None:
+        if self.device_mesh is not None and self.__dict__.get("_world") is not _world():
+            del self.__dict__["device_mesh"]  # its process group was left
+        if self.device_mesh is None:
             if device_type is None:
                 raise ConfigurationError(
                     "get_device_mesh() was called before there is a mesh, so it needs a device type. "
                     "Write get_device_mesh(accelerator.device.type)."
                 )
-            self._mesh = self.build_device_mesh(device_type)
-        elif device_type is not None and self._mesh.device_type != device_type:
+            self.__dict__["device_mesh"] = self.build_device_mesh(device_type)
+            self.__dict__["_world"] = _world()
+        elif device_type is not None and self.device_mesh.device_type != device_type:
             raise ConfigurationError(
-                f"The mesh has devices of type {self._mesh.device_type!r}, but {device_type!r} was asked for. "
+                f"The mesh has devices of type {self.device_mesh.device_type!r}, but {device_type!r} was asked for. "
                 "Leave the argument out."
             )
-        mesh: DeviceMesh | None = self._mesh
+        mesh: DeviceMesh | None = self.device_mesh
         return mesh
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A mesh belongs to its process group, which goes into no file; a copy makes its own.
+        return {name: value for name, value in self.__dict__.items() if name not in ("device_mesh", "_world")}
+
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Return the part of the mesh on which weights are sharded, with an axis of replicas before it if there is one.
+
+        Raises:
+            ConfigurationError: If no axis shards weights.
+        """
+        if not self.dp_shard_cp_dim_names or self.device_mesh is None:
+            raise ConfigurationError(
+                f"{self!r} has no axis over which weights are sharded, but FSDP was asked for. "
+                "Set dp_shard_size above 1, or leave the FSDP plugin out."
+            )
+        return submesh(self.device_mesh, *self.fsdp_dim_names)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain values."""
-        plain = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.init}
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value if isinstance(value, int | str | None) else vars(value) for name, value in plain.items()}
+
+
+def _world() -> Any:
+    """Return the process group of all ranks, None while there is none."""
+    import torch.distributed as dist
+
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -43,6 +43,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SharedDict = dict
 
+_FSDP_SWITCH = "ACCELERATE_USE_FSDP"
 _PUBLIC_FACTS = (
     "_cpu",
     "backend",
@@ -279,7 +280,9 @@ class AcceleratorState(ProcessControl):
     deepspeed_plugins: dict[str, Any] | None
     parallelism_config: Any
     device_mesh: Any
+    fsdp_plugin: Any
     _mixed_precision: str
+    _switched_fsdp_on: bool
 
     def __init__(
         self,
@@ -316,6 +319,10 @@ class AcceleratorState(ProcessControl):
         self._mixed_precision = precision
         self.dynamo_plugin = dynamo_plugin
         self.deepspeed_plugins = None
+        self.fsdp_plugin = request.engines.get("fsdp")
+        if self.fsdp_plugin is not None and not env.flag(_FSDP_SWITCH):
+            env.put(_FSDP_SWITCH, "true")  # model libraries look there before they load weights
+            self._switched_fsdp_on = True
         self.torch_tp_plugin = torch_tp_plugin
         self.parallelism_config = parallelism_config
         self.device_mesh = None
@@ -373,6 +380,8 @@ class AcceleratorState(ProcessControl):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
+        if current.ACCELERATOR.get("_switched_fsdp_on"):
+            env.drop(_FSDP_SWITCH)
         current.ACCELERATOR.clear()
         if reset_partial_state:
             PartialState._reset_state()

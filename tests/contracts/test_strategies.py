@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests.support.training import FEATURES, copy_weights, fresh_accelerator, group_once, make_data, make_model
 from torch.utils.data import DataLoader
 
+from accelerate import ParallelismConfig
 from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
@@ -21,30 +23,43 @@ from accelerate.runtime import current
 from accelerate.session.request import EngineRequest
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import Capabilities, Strategy, StrategyContext
-from accelerate.utils import GradScalerKwargs
+from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, TorchTensorParallelConfig
 
 pytestmark = pytest.mark.multiprocess
 
 STRATEGIES = {strategy.name: strategy for strategy in strategies.all_strategies()}
-WORLD_SIZES = (1, 2)
 
 
-def runs_here(strategy: type[Strategy], world_size: int) -> bool:
-    """Return whether a run without an engine's plugin on so many processes can be this strategy's."""
-    return strategy.engine is None and (strategy.caps.replicates == (world_size > 1))
+def fsdp(version: int) -> dict[str, Any]:
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version)}
+
+
+def split() -> dict[str, Any]:
+    options = TorchTensorParallelConfig(plan={"0": "colwise", "3": "rowwise"})
+    return {"parallelism_config": ParallelismConfig(tp_size=2, tp_handler=options)}
+
+
+RUNS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
+    "single": (1, dict),
+    "ddp": (2, dict),
+    "fsdp1": (2, lambda: fsdp(1)),
+    "fsdp2": (2, lambda: fsdp(2)),
+    "parallel": (2, split),
+}
+"""Strategy -> on how many processes any model runs under it, and the arguments that select it."""
 
 
 def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
     """Prepare, train two steps, unwrap, read the weights and let go; return what was seen."""
     # The scale that float16 starts with by default would overflow at the first steps.
     options = [GradScalerKwargs(init_scale=1024.0)]
-    accelerator = fresh_accelerator(mixed_precision=precision, kwargs_handlers=options)
+    accelerator = fresh_accelerator(mixed_precision=precision, kwargs_handlers=options, **RUNS[name][1]())
     assert accelerator.strategy.name == name
     user = make_model(dtype=torch.float32)
     start, keys = copy_weights(user), list(user.state_dict())
     optimizer = torch.optim.SGD(user.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(
-        user, optimizer, DataLoader(make_data(4 * accelerator.num_processes, torch.float32), batch_size=2)
+        user, optimizer, DataLoader(make_data(4 * accelerator.strategy.data_shard()[1], torch.float32), batch_size=2)
     )
     losses = []
     for inputs, targets in loader:
@@ -58,6 +73,10 @@ def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
         losses.append(loss.item())
     inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     weights = accelerator.get_state_dict(model)
+    shards = accelerator.strategy.caps.shards
+    has_weights = not shards or accelerator.is_main_process
+    shares = accelerator.strategy.data_shard()[1]
+    peers = accelerator.num_processes // shares
     gone = weakref.ref(model)
     found = {
         "steps": len(losses),
@@ -65,10 +84,10 @@ def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
         "output": outputs.dtype,
         "unwraps": inner is user,
         "forward": "forward" not in vars(inner),
-        "keys": list(weights) == list(inner.state_dict()) == keys,
+        "keys": list(weights) == (keys if has_weights else []) and (shards or list(inner.state_dict()) == keys),
         "moved": all(not value.equal(start[key]) for key, value in weights.items()),
-        "spread": max((accelerator.gather(value[None]) - value).abs().max().item() for value in weights.values()),
-        "shard": accelerator.strategy.data_shard() == (accelerator.process_index, accelerator.num_processes),
+        "spread": 0.0 if shards else widest(accelerator, weights),
+        "shard": accelerator.strategy.data_shard() == (accelerator.process_index // peers, shares),
     }
     model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     del user, inner, weights, outputs, loss
@@ -76,11 +95,16 @@ def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
     return {**found, "freed": (model, optimizer, loader) == (None, None, None) and gone() is None}
 
 
+def widest(accelerator: Any, weights: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference between the weights of two ranks."""
+    return max((accelerator.gather(value[None]) - value).abs().max().item() for value in weights.values())
+
+
 def every_life(world_size: int) -> dict[str, Any]:
     return {
         f"{name}/{precision}": life_of_a_model(name, precision)
-        for name, strategy in STRATEGIES.items()
-        if runs_here(strategy, world_size)
+        for name, (size, _) in RUNS.items()
+        if size == world_size
         for precision in precisions.FORMATS
     }
 
@@ -88,23 +112,22 @@ def every_life(world_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", precisions.FORMATS)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_model_lives_the_same_life_everywhere(name: str, precision: str) -> None:
-    sizes = [size for size in WORLD_SIZES if runs_here(STRATEGIES[name], size)]
-    if not sizes:
-        pytest.skip(f"{name} is selected by a plugin of its engine")
-    for size in sizes:
-        for found in group_once(every_life, size, size):
-            assert found[f"{name}/{precision}"] == {
-                "steps": 2,
-                "finite": True,
-                "output": torch.float32,
-                "unwraps": True,
-                "forward": True,
-                "keys": True,
-                "moved": True,
-                "spread": 0.0,
-                "shard": True,
-                "freed": True,
-            }
+    if name not in RUNS:
+        pytest.skip(f"{name} needs a model that is made for it")
+    size = RUNS[name][0]
+    for found in group_once(every_life, size, size):
+        assert found[f"{name}/{precision}"] == {
+            "steps": 2,
+            "finite": True,
+            "output": torch.float32,
+            "unwraps": True,
+            "forward": True,
+            "keys": True,
+            "moved": True,
+            "spread": 0.0,
+            "shard": True,
+            "freed": True,
+        }
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -141,6 +141,22 @@ def test_a_failed_group_is_started_again(tmp_path: Path) -> None:
     assert "attempt 1" in done.stdout
 
 
+@pytest.mark.parametrize("failing", ["0", "1"])
+def test_a_failed_group_meets_again_at_a_port_of_choice(tmp_path: Path, failing: str) -> None:
+    script = tmp_path / "meet_again.py"
+    # Without the library: what the workers find in the store is the launcher's business.
+    script.write_text(
+        "import os, sys\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\n"
+        f"if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '{failing}':\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "dist.barrier()\nsys.stdout.write('met\\n')\ndist.destroy_process_group()\n"
+    )
+    port = str(free_port())
+    done = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", "--main_process_port", port, str(script))
+    assert (done.returncode, done.stdout) == (0, "met\n" * 2), done.stderr
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -41,8 +41,8 @@ def meet(tmp_path: Path) -> Path:
     return path
 
 
-def launch_all(runs: list[tuple[list[str], dict[str, str]]]) -> list[str]:
-    """Run launchers beside each other and return what each printed."""
+def launch_all(runs: list[tuple[list[str], dict[str, str]]], codes: list[int] | None = None) -> list[str]:
+    """Run launchers beside each other and return what each printed; all succeed unless other codes are given."""
     processes = [
         subprocess.Popen(
             launch_command(*words),
@@ -58,7 +58,7 @@ def launch_all(runs: list[tuple[list[str], dict[str, str]]]) -> list[str]:
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * len(runs), outputs
+    assert [process.returncode for process in processes] == (codes or [0] * len(runs)), outputs
     return [output for output, _ in outputs]
 
 
@@ -69,6 +69,27 @@ def test_machines_meet(meet: Path, backend: str) -> None:
     common += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     outputs = launch_all([([*common, "--machine_rank", str(rank), str(meet)], {}) for rank in (0, 1)])
     assert sorted(outputs) == ["met 0 0 [0, 1]\n", "met 1 0 [0, 1]\n"]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_machine_waits_for_one_that_failed_after_the_others_were_done(
+    tmp_path: Path, backend: str, failing: int
+) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import sys, time\nfrom pathlib import Path\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\ndist.destroy_process_group()\n"
+        "done = Path(__file__).with_name('done')\n"
+        "if sys.argv[1] == 'fail':\n"
+        "    while not done.exists():\n        time.sleep(0.02)\n"
+        "    time.sleep(2)\n    raise ValueError('late')\ndone.touch()\n"
+    )
+    common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--rdzv_backend", backend]
+    common += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    words = [str(script), "pass"], [str(script), "fail"]
+    runs = [([*common, "--machine_rank", str(rank), *words[rank == failing]], {}) for rank in (0, 1)]
+    launch_all(runs, codes=[int(rank == failing) for rank in (0, 1)])
 
 
 def slurm(task: int, tasks: int, nodes: int) -> dict[str, str]:

@@ -49,6 +49,15 @@ def fail_on_the_second():
 
 def die():
     os.kill(os.getpid(), 9)
+
+def fail_once():
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.ones(1), "sum").item()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0 and accelerator.process_index == 0:
+        raise ValueError("once")
+    accelerator.wait_for_everyone()
+    return attempt, total
 """
 CELLS = {
     "define": DEFINE,
@@ -58,6 +67,7 @@ CELLS = {
     "die": "notebook_launcher(die, num_processes=2)",
     "again": "print([precision for _, precision, _ in notebook_launcher("
     "train, (0.1,), num_processes=2, mixed_precision='bf16', rdzv_backend='c10d')])",
+    "restart": "print(notebook_launcher(fail_once, num_processes=2, max_restarts=1))",
     "handlers": "import signal\nprint(signal.getsignal(signal.SIGINT) is signal.default_int_handler)",
     "alone": "_, _, alone = notebook_launcher(train, (0.1,), num_processes=1)\n"
     "print(torch.allclose(alone, pair[0][2], atol=1e-6))",
@@ -126,6 +136,10 @@ def test_a_child_that_is_killed_is_named(page: Page) -> None:
 
 def test_a_second_call_works_and_hands_the_precision_on(page: Page) -> None:
     assert page.printed("again").splitlines()[-1] == "['bf16', 'bf16']"
+
+
+def test_processes_that_were_in_a_group_are_started_anew_after_a_failure(page: Page) -> None:
+    assert page.printed("restart").splitlines()[-1] == "[(1, 2.0), (1, 2.0)]"
 
 
 def test_the_stop_button_still_works(page: Page) -> None:

@@ -33,6 +33,12 @@ if os.environ.get("RANK") == "1":
         raise RuntimeError("the cable is out")
     dist.all_reduce = broken
 """
+LOADERS_FORGET = """
+import os
+if "RANK" in os.environ:
+    from accelerate.checkpointing.parts.loader import LoaderPart
+    LoaderPart.restore = lambda self, payload: None
+"""
 
 
 def self_check(*words: str, customised: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -89,6 +95,15 @@ def test_an_error_on_one_rank_ends_the_check_although_the_other_waits(tmp_path: 
     found = verdicts(done.stdout)
     assert (found["reduce of nested data"], found["padding to equal length"]) == ("FAILED", "not run")
     assert "rank 1: RuntimeError: the cable is out" in done.stdout
+
+
+def test_a_checkpoint_that_forgets_the_loader_is_found(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LOADERS_FORGET)
+    done = self_check("--cpu", "--num_processes", "2", customised=tmp_path)
+    assert done.returncode == 1
+    found = verdicts(done.stdout)
+    assert {title for title, verdict in found.items() if verdict != "ok"} == {"checkpoint round trip"}
+    assert "position of the loader after loading" in done.stdout
 
 
 def test_wrong_options_are_named() -> None:

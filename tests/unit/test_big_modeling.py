@@ -272,10 +272,39 @@ def test_empty_parameters_keep_class_flags_and_attributes() -> None:
 
 
 def test_the_context_ends_after_an_error() -> None:
-    register = nn.Module.register_parameter
+    register, normal = nn.Module.register_parameter, nn.init.normal_
     with pytest.raises(ZeroDivisionError), init_empty_weights():
         raise ZeroDivisionError
     assert nn.Module.register_parameter is register
+    assert nn.init.normal_ is normal
+
+
+def test_a_parameter_under_two_names_stays_one_and_bad_names_are_refused() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.ones(2))
+            self.first = weight
+            self.second = weight
+            self.other = nn.Parameter(torch.ones(2))
+
+    with init_empty_weights():
+        module = Module()
+        assert module.first is module.second
+        assert module.first is not module.other
+        for name in ("", "a.b", "forward"):
+            with pytest.raises(KeyError):
+                module.register_parameter(name, nn.Parameter(torch.ones(1)))
+
+
+def test_initialisers_pass_over_what_has_no_data_and_fill_what_has() -> None:
+    with init_empty_weights():
+        state = torch.get_rng_state()
+        layer = nn.Linear(3, 3)
+        assert nn.init.normal_(layer.weight) is layer.weight
+        assert torch.equal(torch.get_rng_state(), state)
+        assert nn.init.ones_(torch.empty(2)).sum() == 2
+        assert nn.init.constant_(tensor=torch.empty(2), val=3.0).sum() == 6
 
 
 @pytest.mark.parametrize("device_map", [None, "auto", "balanced", "balanced_low_0", "sequential", *MAPS])

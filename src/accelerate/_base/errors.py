@@ -5,6 +5,7 @@ AccelerateError
 ├── WrongTypeError (TypeError)                   an object of a type that cannot work
 ├── UsageError (RuntimeError)                    right arguments, wrong moment
 ├── MissingPackageError (ImportError)            an optional package is needed and absent
+├── CheckpointError (RuntimeError)               a checkpoint cannot be written or read
 └── DistributedOperationException (RuntimeError) checked mode: the ranks disagree about a collective
 """
 
@@ -29,6 +30,10 @@ class UsageError(AccelerateError, RuntimeError):
 
 class MissingPackageError(AccelerateError, ImportError):
     """Report an optional package that is needed and cannot be imported."""
+
+
+class CheckpointError(AccelerateError, RuntimeError):
+    """Report a checkpoint that could not be written, or one that is broken or of another run."""
 
 
 class DistributedOperationException(AccelerateError, RuntimeError):

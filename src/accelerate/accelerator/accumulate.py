@@ -29,7 +29,7 @@ class Accumulate:
         accelerator = self._accelerator
         accelerator._tick()
         state = accelerator.gradient_state
-        if state.sync_gradients or not accelerator.strategy.caps.replicates or state.sync_each_batch:
+        if state.sync_gradients or not accelerator.strategy.caps.holds_back_gradients or state.sync_each_batch:
             return
         self._entered = []
         for model in self._models:

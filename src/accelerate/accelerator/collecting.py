@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..collectives import metrics, ops
+from ..parallel.mesh import axis_rank
 from ..runtime.gradient_clock import GradientState
+from ..state import AcceleratorState
 
 
 class CollectingMixin:
     """What a loop calls to see values of all ranks."""
 
     gradient_state: GradientState
+    state: AcceleratorState
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all ranks joined along the first dimension, in nested structures too."""
@@ -37,7 +40,10 @@ class CollectingMixin:
         """
         loader = self.gradient_state.active_dataloader
         share = loader.share if loader is not None else None
-        return metrics.gather_for_metrics_rows(input_data, share, use_gather_object)
+        # Ranks that split layers, or hold other ones, have the same rows as the first of them.
+        mesh = self.state.device_mesh
+        repeats = axis_rank(mesh, "tp") + axis_rank(mesh, "pp") > 0
+        return metrics.gather_for_metrics_rows(input_data, share, use_gather_object, repeats=repeats)
 
     def weighted_mean(self, value: Any, weight: Any) -> Any:
         """Return the mean over ranks of values that stand for different numbers of samples.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .._base.enums import DistributedType, FP8BackendType, RNGType
-from .._base.errors import ConfigurationError, UsageError
+from .._base.errors import CheckpointError, ConfigurationError
 from .._base.warn_once import warn_once
-from ..checkpointing.files import save
 from ..config.sections.dynamo import TorchDynamoPlugin
 from ..config.sections.training import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from ..config.settings import KwargsHandler
@@ -20,13 +20,18 @@ from ..parallelism_config import ParallelismConfig
 from ..precision import registry as precisions
 from ..runtime import current, process_control
 from ..runtime.gradient_clock import GradientState
+from ..session.progress import Progress
 from ..session.request import EngineRequest
 from ..state import AcceleratorState, ProcessControl, resolve_precision
 from ..strategies import registry as strategies
 from ..strategies.base import StrategyContext
 from .assembly import judge_accumulation, judge_dynamo, judge_loaders, sort_handlers
+from .checkpoints import CheckpointMixin
 from .collecting import CollectingMixin
+from .exporting import ExportMixin
+from .parallelism import ParallelismMixin
 from .preparing import PreparingMixin
+from .progressing import ProgressMixin
 from .tracking import TrackingMixin
 from .training import TrainingMixin
 from .window import AccumulationWindow
@@ -37,7 +42,17 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator"]
 
 
-class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin, TrackingMixin):
+class Accelerator(
+    ProcessControl,
+    PreparingMixin,
+    TrainingMixin,
+    CollectingMixin,
+    CheckpointMixin,
+    ExportMixin,
+    ProgressMixin,
+    TrackingMixin,
+    ParallelismMixin,
+):
     """Run one training loop on one device or many.
 
     Args:
@@ -140,6 +155,7 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
             _from_accelerator=True,
             **init_options,
         )
+        plugins["fsdp"] = self.state.fsdp_plugin
         # After the state, so that only the main process says which trackers are missing.
         self.log_with = self._choose_trackers(log_with)
         runtime = current.runtime()
@@ -153,7 +169,12 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
         )
         request = EngineRequest.from_plugins(parallelism=parallelism, **plugins)
         context = StrategyContext(
-            runtime, self.precision, dynamo, **({"ddp": self.ddp_handler} if self.ddp_handler is not None else {})
+            runtime,
+            self.precision,
+            dynamo,
+            parallelism=parallelism,
+            fsdp=plugins["fsdp"],
+            **({"ddp": self.ddp_handler} if self.ddp_handler is not None else {}),
         )
         self.strategy = strategies.select(request, runtime).value(context)
         self.gradient_state = GradientState(accumulation)
@@ -166,12 +187,13 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
         self.step = 0
         self.flag_tensor = None
         self._window = AccumulationWindow()
+        self._progress = Progress()
         self._models: list[torch.nn.Module] = []
         self._prepared_models: list[torch.nn.Module] = []
         self._optimizers = []
         self._schedulers = []
         self._dataloaders = []
-        self._custom_objects: list[Any] = []
+        self._init_checkpoints()
 
     # The handlers that `sort_handlers` fills in.
     ddp_handler: Any
@@ -268,17 +290,6 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
         return self.state.deepspeed_plugin
 
     @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """Return the sizes of the axes of parallelism, None if none were given."""
-        config: ParallelismConfig | None = self.state.parallelism_config
-        return config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """Return the mesh of devices, None without one."""
-        return self.state.device_mesh
-
-    @property
     def is_fsdp2(self) -> bool:
         """Return whether weights are sharded with version 2 of FSDP."""
         return self.state.is_fsdp2
@@ -287,36 +298,6 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
     def is_composable_parallelism_enabled(self) -> bool:
         """Return whether axes of parallelism can be combined in this run."""
         return self.is_fsdp2
-
-    def _axis_rank(self, axis: str) -> int:
-        config = self.parallelism_config
-        if config is None:
-            raise UsageError(
-                f"The rank along {axis!r} was asked for, but this Accelerator has no parallelism_config, so there are no "
-                "axes. Pass parallelism_config=ParallelismConfig(...)."
-            )
-        mesh = self.torch_device_mesh
-        return int(mesh.get_local_rank(axis)) if mesh is not None and axis in (mesh.mesh_dim_names or ()) else 0
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Return the rank along the axis of tensor parallelism, 0 where it is not in use."""
-        return self._axis_rank("tp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Return the rank along the axis of context parallelism, 0 where it is not in use."""
-        return self._axis_rank("cp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Return the rank along the axis of replicas, 0 where it is not in use."""
-        return self._axis_rank("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Return the rank along the axis of sharding, 0 where it is not in use."""
-        return self._axis_rank("dp_shard")
 
     @property
     def should_save_model(self) -> bool:
@@ -351,33 +332,18 @@ class Accelerator(ProcessControl, PreparingMixin, TrainingMixin, CollectingMixin
             return lambda given: process_control.only_if(condition, given)
         return process_control.only_if(condition, function)
 
-    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return all weights of a prepared model."""
-        return self.strategy.full_state_dict(model, unwrap=unwrap)
-
-    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object to a file once per run, or once per machine if the project is configured so.
-
-        Args:
-            obj: What to save.
-            f: Path of the file.
-            safe_serialization: Write safetensors; `obj` must be a mapping of names to tensors.
-        """
-        save(
-            obj,
-            f,
-            save_on_each_node=self.project_configuration.save_on_each_node,
-            safe_serialization=safe_serialization,
-        )
-
     def reset(self) -> None:
         """Forget this run: free what was prepared, leave the process group and reset all state.
 
         The next `Accelerator` starts anew, with other settings if wanted. For tests and notebooks.
         """
+        self._stop_listening()
+        with suppress(CheckpointError):  # it was logged
+            self.wait_for_save()
         self.free_memory()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+        AcceleratorState._reset_state()
         current.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:

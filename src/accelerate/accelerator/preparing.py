@@ -21,6 +21,8 @@ from ..runtime.gradient_clock import GradientState
 from ..runtime.memory import clear_device_cache
 from ..scheduler import AcceleratedScheduler
 from ..session.bundle import Bundle, Kind
+from ..session.following import follow
+from ..session.progress import Progress
 from ..state import AcceleratorState
 from ..strategies.base import Strategy
 from .window import AccumulationWindow
@@ -45,6 +47,7 @@ class PreparingMixin:
     _schedulers: list[AcceleratedScheduler]
     _dataloaders: list[Any]
     _window: AccumulationWindow
+    _progress: Progress
     _has_lomo: bool
 
     @property
@@ -118,24 +121,16 @@ class PreparingMixin:
             slot.result = self.prepare_scheduler(slot.given)
         return bundle.results()
 
-    @staticmethod
-    def _follow_moved(bundle: Bundle, before: dict[int, list[torch.nn.Parameter]]) -> None:
-        """Point optimizers to the parameters that a move to the device had to replace by new ones.
-
-        torch keeps a parameter's identity in a move between most devices, but not to those whose tensors are of
-        another kind (XLA, meta).
-        """
-        moved = {
-            old: new
-            for slot in bundle.of(Kind.MODEL)
-            for old, new in zip(before[id(slot)], slot.result.parameters(), strict=False)
-            if old is not new and old.shape == new.shape
-        }
-        for slot in bundle.of(Kind.OPTIMIZER) if moved else ():
-            for group in slot.given.param_groups:
-                group["params"] = [moved.get(parameter, parameter) for parameter in group["params"]]
-            for old in [parameter for parameter in slot.given.state if parameter in moved]:
-                slot.given.state[moved[old]] = slot.given.state.pop(old)
+    def _follow_moved(self, bundle: Bundle, before: dict[int, list[torch.nn.Parameter]]) -> None:
+        """Point optimizers to the parameters that preparing their models had to replace by new ones."""
+        moved: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {}
+        for slot in bundle.of(Kind.MODEL):
+            moved |= self.strategy.replaced(before[id(slot)], list(slot.result.parameters()))
+        if moved:
+            # Those that were prepared before their model follow it as well.
+            given = [slot.given for slot in bundle.of(Kind.OPTIMIZER)]
+            inner = map(_inner_optimizer, (*given, *self._optimizers))
+            follow({id(optimizer): optimizer for optimizer in inner}.values(), moved)
 
     def _check(self, bundle: Bundle) -> None:
         """Refuse what cannot work before anything is changed."""
@@ -215,12 +210,15 @@ class PreparingMixin:
         """Prepare one optimizer."""
         if isinstance(optimizer, AcceleratedOptimizer):
             if not any(optimizer is known for known in self._optimizers):
+                optimizer._progress = None if self._optimizers else self._progress
                 self._optimizers.append(optimizer)
             return optimizer
         place = self.device_placement if device_placement is None else device_placement
         prepared = AcceleratedOptimizer(optimizer, device_placement=place, scaler=self.strategy.precision.scaler)
         prepared.accelerator_state = self.state  # type: ignore[attr-defined]
         setattr(prepared, _MARK, True)
+        if not self._optimizers:
+            prepared._progress = self._progress  # one of them counts the updates of the run
         self._optimizers.append(prepared)
         self._has_lomo = any(entry._fused_backward for entry in self._optimizers)
         return prepared
@@ -238,12 +236,19 @@ class PreparingMixin:
             own or self._optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-            steps_per_update=1 if self.global_batch_size is not None else None,
+            steps_per_update=self._steps_per_update(),
         )
         prepared.written_for(self._single_process_lengths())
         setattr(prepared, _MARK, True)
         self._schedulers.append(prepared)
         return prepared
+
+    def _steps_per_update(self) -> int | None:
+        """Return how many batches of one process an optimizer step takes, None where that is their number."""
+        if self.global_batch_size is not None or self.split_batches:
+            return 1
+        shares = self.strategy.data_shard()[1]
+        return None if shares == current.runtime().world_size else shares
 
     def _single_process_lengths(self) -> list[int]:
         """Return how many steps a schedule written for one process may count in an epoch of each loader.
@@ -251,7 +256,7 @@ class PreparingMixin:
         That is the length of the loader before it was shared, or the length after it times the number of processes.
         """
         lengths = []
-        steps, processes = GradientState().num_steps, current.runtime().world_size
+        steps, processes = GradientState().num_steps, self.strategy.data_shard()[1]
         for loader in self._dataloaders:
             with suppress(TypeError, AttributeError):
                 batches = getattr(loader.batch_sampler, "total_length", None) or len(loader)
@@ -277,7 +282,9 @@ class PreparingMixin:
             return data_loader
         place = self.device_placement if device_placement is None else device_placement
         config = self.dataloader_config
-        index, count = self.strategy.data_shard()
+        mesh = self.state.device_mesh
+        # A mesh says by itself which ranks read the same data, and that they must agree on its order.
+        index, count = self.strategy.data_shard() if mesh is None else (None, None)
         prepared = prepare_data_loader(
             data_loader,
             device=current.runtime().device,
@@ -293,7 +300,7 @@ class PreparingMixin:
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
-            torch_device_mesh=None,
+            torch_device_mesh=mesh,
             global_batch_size=self.global_batch_size,
             custom_classes=config.custom_classes,
         )
@@ -332,6 +339,7 @@ class PreparingMixin:
         for kept in (self._models, self._prepared_models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
         self.step = 0
+        self._progress.restart()
         self._has_lomo = False
         self._window = AccumulationWindow()
         clear_device_cache(garbage_collection=True)
@@ -340,6 +348,10 @@ class PreparingMixin:
     def clear(self, *objects: Any) -> list[Any]:
         """Do the same as `free_memory`."""
         return self.free_memory(*objects)
+
+
+def _inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _is_prepared(value: object) -> bool:

@@ -125,6 +125,10 @@ class TrackingMixin:
         with ExitStack() as steps:
             if dist.is_available() and dist.is_initialized():
                 steps.callback(self.state.destroy_process_group)
+            accelerator: Any = self
+            steps.callback(accelerator._stop_listening)
+            if dist.is_available() and dist.is_initialized():
                 steps.callback(self.state.wait_for_everyone)
             for tracker in reversed(self.trackers):
                 steps.callback(tracker.finish)
+            steps.callback(accelerator.wait_for_save)

@@ -20,6 +20,7 @@ from ..precision.base import Precision
 from ..runtime import current, debugger
 from ..runtime.gradient_clock import GradientState
 from ..runtime.torch_private import is_unscaled, rearm_reducer
+from ..session.progress import Progress
 from ..strategies.base import Strategy
 from .accumulate import Accumulate
 from .profiling import run_profile
@@ -44,6 +45,7 @@ class TrainingMixin:
     _optimizers: list[AcceleratedOptimizer]
     _dataloaders: list[Any]
     _window: AccumulationWindow
+    _progress: Progress
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -106,6 +108,8 @@ class TrainingMixin:
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
         self._window.advance(state.sync_gradients)
+        if not state.sync_gradients:
+            self._progress.follow(loader)  # the update of a complete window does it by itself
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes of `model` do not exchange gradients."""
@@ -155,9 +159,16 @@ class TrainingMixin:
         try:
             with Join(list(joinables), enable=enabled, throw_on_early_termination=False):
                 yield
+            if enabled:
+                self._count_updates_of_all()
         finally:
             for sampler, value in changed:
                 sampler.even_batches = value
+
+    def _count_updates_of_all(self) -> None:
+        """Let a rank that ran out of batches count the updates that the others made without it."""
+        steps = torch.tensor([self._progress.step], device=current.runtime().device)
+        self._progress.step = int(communicator().reduce(steps, "max").item())
 
     def backward(self, loss: torch.Tensor, *, num_items: float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Compute gradients of `loss`, divided by what the accumulation window calls for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from .._base.errors import UsageError
 from ..collectives import communicator
 from ..runtime import current
 from ..strategies.base import Strategy
+
+_COUNTS = ("length", "_items", "_unit", "_factor", "_backwards")
 
 
 class AccumulationWindow:
@@ -48,6 +50,31 @@ class AccumulationWindow:
         self._factor = None
         self._backwards = 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of the open window; what outlives windows if none is open, and nothing if there is nothing."""
+        if self.length and not self.closed:
+            return {name: getattr(self, name) for name in _COUNTS}
+        return {"_unit": self._unit} if self._unit is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in a window whose counts were saved; an empty dictionary begins anew."""
+        self.restart()
+        self._unit = None
+        for name, value in state_dict.items():
+            setattr(self, name, value)
+
+    def share_of(self, states: Sequence[dict[str, Any]], saved_ranks: int, ranks: int) -> tuple[dict[str, Any], float]:
+        """Return the counts of one of `ranks` ranks, and what the sum of the gradients of all saved ranks is divided by.
+
+        Replicas average their gradients when the window closes. Losses were divided on each rank, so the average over the
+        ranks that were there is given to every rank; with items the divisor comes from their sum, and so it is the sum
+        that is spread.
+        """
+        items = [state["_items"] for state in states if state.get("_items") is not None]
+        if not items:
+            return states[0], saved_ranks
+        return {**states[0], "_items": torch.stack(items).sum(0) / ranks}, ranks
+
     def note_plain(self) -> None:
         """Note a backward pass that was not normalised here.
 
@@ -73,10 +100,14 @@ class AccumulationWindow:
         loss = loss / (num_steps if num_items is None else self._unit_of(loss, num_items, num_steps))
         if num_items is not None:
             self._count(loss, num_items)
-        if closes:
-            loss = self._normalise(strategy, loss, parameters, num_steps)
+        if closes and strategy.caps.hides_open_gradients:
+            loss, left = self._normalise_later(loss, num_steps)
+        else:
+            loss, left = self._normalise(strategy, loss, parameters, num_steps) if closes else loss, None
         self._backwards += 1
         strategy.backward(loss, **kwargs)
+        if left is not None:
+            strategy.scale_gradients(parameters, left)
 
     def _refuse_mixture(self, num_items: float | torch.Tensor | None) -> None:
         if self._backwards > 0 and (self._items is not None) != (num_items is not None):
@@ -95,6 +126,19 @@ class AccumulationWindow:
             if self._factor is not None and self._backwards > 0:
                 strategy.scale_gradients(parameters, self._factor if before is None else self._factor / before)
         return loss if self._factor is None else loss * self._factor
+
+    def _normalise_later(self, loss: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor | float | None]:
+        """Return the loss at the divisor of the gradients so far, and what brings their sum to the one known now.
+
+        An engine that exchanges gradients at the end of a window keeps them out of reach until then.
+        """
+        before = self._factor
+        if before is not None:
+            loss = loss * before
+        if before is not None and self._items is None:
+            return loss, None
+        self._factor = self._closing_factor(num_steps)
+        return loss, self._factor if before is None or self._factor is None else self._factor / before
 
     def _unit_of(self, loss: torch.Tensor, num_items: float | torch.Tensor, num_steps: int) -> float:
         """Return a divisor near the final one, agreed once by all ranks, that keeps losses small until it is known."""

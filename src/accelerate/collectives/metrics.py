@@ -62,7 +62,9 @@ _KEEP_ALL = _Cut(0, 0)
 _LARGEST_INLINE = 1024
 
 
-def gather_for_metrics_rows(data: Any, share: RowShare | None, use_gather_object: bool = False) -> Any:
+def gather_for_metrics_rows(
+    data: Any, share: RowShare | None, use_gather_object: bool = False, *, repeats: bool = False
+) -> Any:
     """Gather `data` from all processes without the rows that pad a batch.
 
     Tensors are concatenated in rank order. Lists of anything but tensors, lists of mappings, and tuples of plain
@@ -72,6 +74,7 @@ def gather_for_metrics_rows(data: Any, share: RowShare | None, use_gather_object
     Args:
         share: the rows of the current batch; with None nothing is cut.
         use_gather_object: take every list, and a tensor given by itself, as a list of samples.
+        repeats: whether another process has the same batch, so that this one's rows are left out.
     """
     runtime = current.runtime()
     cut = _KEEP_ALL
@@ -81,7 +84,7 @@ def gather_for_metrics_rows(data: Any, share: RowShare | None, use_gather_object
         return _trimmed(data, cut, use_gather_object) if cut.removes else data
     if runtime.checked:
         verify("gather_for_metrics")
-    own = _trimmed(data, cut, use_gather_object)
+    own = _trimmed(data, _Cut(cut.rows, 0) if repeats else cut, use_gather_object)
     tensors = _only_tensors(own, use_gather_object)
     heads = communicator().gather_object(_head(tensors, cut.removes))
     if any(head.padded for head in heads):

@@ -30,6 +30,13 @@ class SubCommand:
 
 _TABLE = (
     SubCommand(
+        "checkpoints",
+        "Show the checkpoints of a run, verify them, remove old ones",
+        "checkpoints",
+        "checkpoints_command_parser",
+        "checkpoints_command",
+    ),
+    SubCommand(
         "completion",
         "Print a script that completes this program in a shell",
         "completion",

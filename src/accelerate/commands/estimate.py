@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from .._base.errors import ConfigurationError
 from .._base.text import convert_bytes
 from ..config.cli import spellings
-from ..offload.estimate import DTYPE_BITS, TRAINABLE_DTYPES, Model, TrainingMemory, per_rank, training_memory
+from ..offload.estimate import (
+    DTYPE_BITS,
+    TRAINABLE_DTYPES,
+    Model,
+    TrainingMemory,
+    in_layout,
+    per_rank,
+    training_memory,
+)
+from .estimate_plan import add_plan_options, plan_as_json, plan_table
 from .estimate_source import (
     Found,
     add_timm_hub_prefix,
@@ -71,6 +80,9 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         *spellings("--num_processes"), type=int, metavar="N", help="Show the memory of each of N processes in training."
     )
+    parser.add_argument("--fsdp", type=int, metavar="N", help="Show the memory with weights sharded over N processes.")
+    parser.add_argument("--tp", type=int, metavar="N", help="Show the memory with each layer split over N processes.")
+    add_plan_options(parser)
     parser.add_argument("--json", action="store_true", help="Print one JSON object, with sizes in bytes.")
     parser.add_argument(
         *spellings("--trust_remote_code"),
@@ -87,10 +99,12 @@ def estimate_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: If the model cannot be found or read, or an option makes no sense.
     """
-    if args.num_processes is not None and args.num_processes < 1:
-        raise ConfigurationError(
-            f"--num_processes {args.num_processes} leaves nothing to train on. Give the number of processes, 1 or more."
-        )
+    for name in ("num_processes", "fsdp", "tp"):
+        size = getattr(args, name)
+        if size is not None and size < 1:
+            raise ConfigurationError(
+                f"--{name} {size} leaves nothing to train on. Give the number of processes, 1 or more."
+            )
     found = _find(args)
     if args.json:
         sys.stdout.write(json.dumps(_as_json(args, found), indent=2) + "\n")
@@ -162,13 +176,37 @@ def _as_json(args: argparse.Namespace, found: Found) -> dict[str, Any]:
         "stored_bytes": model.stored_bytes,
         "dtypes": {dtype: _dtype_as_json(model, dtype) for dtype in args.dtypes},
     }
-    if args.num_processes is not None:
-        result["num_processes"] = args.num_processes
+    if _num_processes(args) is not None:
+        result["num_processes"] = _num_processes(args)
         result["per_rank"] = {
-            dtype: {way: _parts(memory) for way, memory in per_rank(model, dtype, args.num_processes).items()}
+            dtype: {way: _parts(memory) for way, memory in _ways(args, model, dtype).items()}
             for dtype in _trained(args.dtypes)
         }
+    if args.plan is not None:
+        result["plan"] = plan_as_json(args, model)
     return result
+
+
+def _num_processes(args: argparse.Namespace) -> int | None:
+    """Return over how many processes training is shown, None if it is not."""
+    layout = (args.fsdp or 1) * (args.tp or 1) if args.fsdp or args.tp else None
+    number: int | None = args.num_processes if args.num_processes is not None else layout
+    if number is not None and layout is not None and number % layout:
+        raise ConfigurationError(
+            f"--num_processes {number} cannot be shared out in layouts of {layout} processes (--fsdp {args.fsdp or 1} "
+            f"--tp {args.tp or 1}). Give a multiple of {layout}, or leave --num_processes out."
+        )
+    return number
+
+
+def _ways(args: argparse.Namespace, model: Model, dtype: str) -> dict[str, TrainingMemory]:
+    """Return the memory of a process by the way the model is shared, the layout asked for last."""
+    found = per_rank(model, dtype, args.num_processes) if args.num_processes is not None else {}
+    if args.fsdp or args.tp:
+        sizes = {"FSDP": args.fsdp or 1, "TP": args.tp or 1}
+        name = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one process"
+        found[name] = in_layout(model, dtype, fsdp=sizes["FSDP"], tp=sizes["TP"])
+    return found
 
 
 def _dtype_as_json(model: Model, dtype: str) -> dict[str, Any]:
@@ -194,8 +232,11 @@ def _print(args: argparse.Namespace, found: Found) -> None:
     intro = f"{model.parameters:,} parameters in {len(model.tensors)} tensors, from {found.source}."
     console.print(Text(intro), soft_wrap=True)
     console.print(_sizes(args, model))
-    for dtype in _one_of_a_kind(_trained(args.dtypes)) if args.num_processes is not None else []:
-        console.print(_ranks(model, dtype, args.num_processes))
+    number = _num_processes(args)
+    for dtype in _one_of_a_kind(_trained(args.dtypes)) if number is not None else []:
+        console.print(_ranks(dtype, number or 1, _ways(args, model, dtype)))
+    if args.plan is not None:
+        console.print(plan_table(args, model))
     largest = model.largest_layer("float32").name
     outro = f"The largest layer is {largest!r}. Activations and the framework's own memory come on top."
     console.print(Text(outro), soft_wrap=True)
@@ -227,7 +268,7 @@ def _sizes(args: argparse.Namespace, model: Model) -> Table:
     return table
 
 
-def _ranks(model: Model, dtype: str, num_processes: int) -> Table:
+def _ranks(dtype: str, num_processes: int, ways: dict[str, TrainingMemory]) -> Table:
     from rich.table import Table
 
     place = "one process" if num_processes == 1 else f"each of {num_processes} processes"
@@ -236,7 +277,7 @@ def _ranks(model: Model, dtype: str, num_processes: int) -> Table:
     table.add_column("shared by")
     for heading in ("weights", "gradients", "optimizer", "working", "total"):
         table.add_column(heading, justify="right")
-    for way, memory in per_rank(model, dtype, num_processes).items():
+    for way, memory in ways.items():
         table.add_row(way, *(convert_bytes(size) for size in _parts(memory).values()))
     return table
 

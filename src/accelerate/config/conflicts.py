@@ -11,7 +11,8 @@ _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 # Under these the machines are found by others, and no address is needed.
 _FINDERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp")
+_SHARDING_AXES = ("dp_shard", "sp")
+_OWN_AXES = ("dp_replicate", "cp", "tp", "pp")
 
 Check = Callable[[RunConfig, Mapping[str, str]], None]
 
@@ -132,18 +133,19 @@ def _hardware(config: RunConfig, environ: Mapping[str, str]) -> None:
 
 
 def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Ask for an engine under every axis but tensor parallelism, which torch does on its own."""
+    """Ask for an engine under the axes that shard; the others need none."""
     if not config["use_parallelism_config"] or config["use_deepspeed"]:
         return
     if config["use_fsdp"] and config["fsdp_version"] == 2:
         return
-    needing = [axis for axis in _AXES if config[f"parallelism_config_{axis}_size"] > 1]
     if config["use_fsdp"]:
         raise ConfigurationError(
             f"{_said(config, 'use_parallelism_config')} needs FSDP 2, and {_said(config, 'fsdp_version')}. "
             "Write --fsdp_version 2."
         )
-    if needing or config.resolved("use_parallelism_config").origin.source is Source.FLAG:
+    used = {axis for axis in (*_SHARDING_AXES, *_OWN_AXES) if config[f"parallelism_config_{axis}_size"] > 1}
+    asked_for = config.resolved("use_parallelism_config").origin.source is Source.FLAG
+    if used & set(_SHARDING_AXES) or (asked_for and not used):
         raise ConfigurationError(
             f"{_said(config, 'use_parallelism_config')} needs an engine that shards. Add --use_fsdp --fsdp_version 2, or "
             "--use_deepspeed."

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from .._base.errors import ConfigurationError
+from .._base.warn_once import warn_once
 from ..runtime.gradient_clock import GradientState
 from .ledgers import Ledger
+from .own_place import keeps_its_place, whole_dataset
 from .parts import get_sampler, nested_samplers, set_sampler, stateful_class
 from .plan import UNKNOWN_SHARE, MicroBatch, Share
-from .position import Position
+from .position import Position, Trail
+from .recognise import is_hf_iterable
 from .samplers import EpochSeed
 
 _OWN_STATE = "_accelerate"
@@ -80,13 +86,17 @@ class DataLoaderAdapter:
         self._ledger: Ledger | None = None
         self._seeds: list[EpochSeed] = []
         self._pending: Position | None = None
-        self._pending_unit = 0
-        self._restored = False
+        self._pending_trail = Trail()
+        self._inner_is_pending = False
+        self._inner_counts = True
+        self._dataset_state: Any = None
+        self._dataset_was_placed = False
         self._taken = 0
         self._resumed_batches = 0
         self._resumed_samples = 0
         self._finished = True
         self._origin: Any = None
+        self._stand_in: Any = None
         self._fresh_after_break = False
 
     @property  # type: ignore[misc]
@@ -104,10 +114,14 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), dict(self.__dict__))
+        return _rebuild, (type(self), {**self.__dict__, "_stand_in": None})
 
     iteration: int = 0
     _batches_per_step: int = 1
+    trains: bool = False
+    """Whether an optimizer has stepped inside a loop over this loader."""
+    _skips_to_restored: bool = False
+    _is_rest: bool = False
 
     @property
     def share(self) -> Share:
@@ -122,6 +136,8 @@ class DataLoaderAdapter:
     @property
     def position(self) -> Position:
         """Where the loader stands: the epoch, and the global samples of it that were handed out."""
+        if self._stand_in is not None:
+            return cast("Position", self._stand_in.position)
         if self._pending is not None:
             return self._pending
         if self._finished or self._ledger is None:
@@ -144,16 +160,28 @@ class DataLoaderAdapter:
             raise ConfigurationError(
                 f"seek was given {position!r}: a position cannot be negative; pass one that `loader.position` returned"
             )
+        self._go_to(position, Trail(unit))
+
+    def _go_to(self, position: Position, trail: Trail) -> None:
+        self._forget_pending()
         self.iteration = position.epoch
-        self._pending = position
-        self._pending_unit = unit
-        self._restored = True
+        self._pending, self._pending_trail = position, trail
         self._finished = True
+
+    def _forget_pending(self) -> None:
+        """Let the next iteration start at the beginning of its epoch, whatever was restored."""
+        self._stand_in = None
+        if self._inner_is_pending and hasattr(self.base_dataloader, "next_iter_state"):
+            self.base_dataloader.next_iter_state = None  # torchdata's only way back
+        self._pending, self._pending_trail, self._inner_is_pending = None, Trail(), False
+        self._resumed_batches, self._resumed_samples = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, and tell samplers and dataset."""
         if self._pending is not None and self._pending.epoch != epoch:
-            self._pending = None
+            self._forget_pending()
+        if self._stand_in is not None and self._stand_in.iteration != epoch:
+            self._stand_in = None
         self.iteration = epoch
         if not self._is_running:
             self._finished = True
@@ -171,23 +199,65 @@ class DataLoaderAdapter:
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)  # type: ignore[union-attr]
 
-    def _take_start(self) -> tuple[int, int]:
-        """Return (samples to start after, unit they were counted in) for a pass that begins now."""
-        start, unit = 0, 0
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the next pass is the rest of one that was stopped inside its epoch."""
+        return self._skips_to_restored or (self._pending is not None and self._pending.samples > 0)
+
+    def _start_reading(self, loader: Any) -> Iterator[Any]:
+        """Begin to read; the rest of a pass draws no seed from torch's generator, because its beginning has done so."""
+        if not self._is_rest:
+            return iter(loader)
+        before = torch.get_rng_state()
+        try:
+            return iter(loader)
+        finally:
+            torch.set_rng_state(before)
+
+    def _take_start(self) -> tuple[int, Trail]:
+        """Return (samples to start after, how they were reached) for a pass that begins now."""
+        self._is_rest = self._goes_on
+        start, trail = 0, Trail()
         if self._pending is not None:
-            self.iteration, start, unit = self._pending.epoch, self._pending.samples, self._pending_unit
+            self.iteration, trail = self._pending.epoch, self._pending_trail
+            start = 0 if self._inner_is_pending else self._pending.samples
         elif self._fresh_after_break and not self._finished:
             # As a plain loader does, shuffle anew although the last pass was left early.
             self.iteration += 1
-        self._pending, self._restored = None, False
+        # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
+        self._inner_counts = start == 0 and not (self._num_readers and self._resumed_batches)
+        self._stand_in = None
+        if self._origin is not None:
+            self._inner_counts = False
+            self._origin._stand_in = self
+        if not self._inner_is_pending:
+            self._resumed_batches, self._resumed_samples = 0, 0
+        self._pending, self._inner_is_pending, self._dataset_state = None, False, None
+        if self._ledger is not None:
+            # The notes of a sampler are about its last pass only.
+            self._ledger.final = self._ledger.consumed(self._taken)
         self._taken, self._finished = 0, False
-        return start, unit
+        return start, trail
+
+    def _place_dataset(self, trail: Trail) -> bool:
+        """Put a dataset that saves its own place where the trail ended; return whether that was possible."""
+        base = self.base_dataloader
+        can = trail.dataset is not None and keeps_its_place(base)
+        if can:
+            whole_dataset(base).load_state_dict(trail.dataset)
+        elif self._dataset_was_placed and is_hf_iterable(whole_dataset(base)):
+            # It would begin there again whenever it is asked for the same epoch.
+            whole_dataset(base).load_state_dict(None)
+        self._dataset_was_placed = can
+        return can
 
     def _complete(self) -> None:
         """Count a pass that was read to its end."""
         self.iteration += 1
         self._finished = True
         origin = self._origin
+        if origin is not None and origin._stand_in is self:
+            origin._stand_in = None
         if origin is not None and origin.iteration < self.iteration:
             origin.iteration = self.iteration
             origin._finished = True
@@ -202,40 +272,105 @@ class DataLoaderAdapter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resumes this loader after the batch at hand, although the next one may be read already."""
+        if self._stand_in is not None:
+            return cast("dict[str, Any]", self._stand_in.state_dict())
         position = self.position
-        base_seeds = [seed.base for seed in self._seeds]
-        unit = self._ledger.unit if self._ledger else 0
-        own = {"epoch": position.epoch, "samples": position.samples, "base_seeds": base_seeds, "unit": unit}
+        own = self._beginning(position)
+        own["samples"] = position.samples
+        own |= self._trail(position).state_dict()
         if not self._has_stateful_base:
             return own
         inner = self.dl_state_dict
         if inner is None:
             inner = self.base_dataloader.state_dict()
-        return {**inner, _OWN_STATE: {**own, "batches": 0 if self._finished else self._taken}}
+        own["layout"] = self._layout if self._inner_counts else []
+        own["batches"] = self._resumed_batches + self._taken if position.samples else 0
+        return {**inner, _OWN_STATE: own}
+
+    def beginning_state_dict(self) -> dict[str, Any]:
+        """Return what resumes this loader at the start of its epoch, wherever it stands in it."""
+        return self._beginning(self.position)
+
+    def _beginning(self, position: Position) -> dict[str, Any]:
+        return {"epoch": position.epoch, "samples": 0, "base_seeds": [seed.base for seed in self._seeds]}
+
+    def _trail(self, position: Position) -> Trail:
+        if self._pending is not None:
+            return self._pending_trail
+        if self._ledger is None or position.samples == 0:
+            return Trail(0 if self._ledger is None else self._ledger.unit)
+        trail = self._ledger.trail(self._taken)
+        is_exact = self._ledger.is_boundary(self._taken)
+        return replace(trail, workers=self._num_readers, dataset=self._dataset_state if is_exact else None)
+
+    def _saves_state(self) -> Callable[[], Any] | None:
+        """Return what gives the state of torchdata's loader, or of a dataset that saves its own; None if nothing does."""
+        base = self.base_dataloader
+        if self._has_stateful_base:
+            return cast("Callable[[], Any]", base.state_dict)
+        return cast("Callable[[], Any]", whole_dataset(base).state_dict) if keeps_its_place(base) else None
+
+    @property
+    def _num_readers(self) -> int:
+        """Processes whose number decides which samples of an iterable dataset come when; 0 for indexed data."""
+        base = self.base_dataloader
+        is_iterable = isinstance(getattr(base, "dataset", None), IterableDataset)
+        return max(getattr(base, "num_workers", 0), 1) if is_iterable else 0
+
+    @property
+    def _layout(self) -> list[int]:
+        """What the meaning of a number of batches, as torchdata saves it, depends on."""
+        size = getattr(self.base_dataloader, "batch_size", None)
+        return [size or 0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume where `state_dict` was taken; the next iteration gives the next batch."""
-        own = state_dict.get(_OWN_STATE, {}) if self._has_stateful_base else state_dict
+        """Resume where `state_dict` was taken; the next iteration gives the next batch.
+
+        Raises:
+            ConfigurationError: (a ValueError) if the state was saved by torchdata's loader alone, and this one is not.
+        """
+        own = state_dict.get(_OWN_STATE, state_dict)
+        inner = (
+            {name: value for name, value in state_dict.items() if name != _OWN_STATE} if own is not state_dict else {}
+        )
+        if "epoch" not in own:
+            if not self._has_stateful_base:
+                raise ConfigurationError(
+                    f"load_state_dict was given the keys {sorted(state_dict)!r}, which torchdata's StatefulDataLoader "
+                    "writes: they say nothing of samples; prepare the loader with use_stateful_dataloader=True"
+                )
+            own, inner = {}, state_dict
         for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
             if base is not None:
                 seed.restore(base)
-        if not self._has_stateful_base or self._counts_otherwise(own.get("unit", 0)):
-            self.seek(Position(own["epoch"], own["samples"]), own.get("unit", 0))
+        if not (self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout):
+            self._resume_by_samples(own)
             return
+        self._forget_pending()
         self.iteration = own.get("epoch", self.iteration)
+        self._pending = Position(self.iteration, own.get("samples", 0))
+        self._pending_trail = Trail.from_state_dict(own)
+        self._inner_is_pending, self._finished = True, True
         self._resumed_samples = own.get("samples", 0)
-        self._resumed_batches = own.get("batches", 0) if self._resumed_samples else 0
-        self._restored, self._finished = True, True
-        inner = {name: value for name, value in state_dict.items() if name != _OWN_STATE}
+        self._resumed_batches = own.get("batches", 0)
         self.dl_state_dict = inner
         self.base_dataloader.load_state_dict(inner)
 
-    def _counts_otherwise(self, unit: int) -> bool:
-        """Return whether a state was taken with other steps: torchdata counts batches, which then mean other samples."""
-        with suppress(AttributeError, TypeError):
-            total: int = self.total_batch_size
-            return unit not in (0, total)
-        return False
+    def _resume_by_samples(self, own: dict[str, Any]) -> None:
+        position, trail = Position(own["epoch"], own["samples"]), Trail.from_state_dict(own)
+        readers = self._num_readers
+        if position.samples and trail.workers and readers and trail.workers != readers:
+            warn_once(
+                f"This loader stopped inside an epoch that {trail.workers} worker processes were reading, and goes on with "
+                f"{readers}. An iterable dataset divides its samples among its workers, so some of them may repeat or be "
+                f"missed until the epoch ends. Go on with num_workers={trail.workers} to see each once."
+            )
+        self._say_if_divided_otherwise(position, trail)
+        self.dl_state_dict = None
+        self._go_to(position, trail)
+
+    def _say_if_divided_otherwise(self, position: Position, trail: Trail) -> None:
+        """Warn if somebody else divided the data, and for another number of processes."""
 
     @property
     def _has_stateful_base(self) -> bool:

@@ -19,6 +19,7 @@ from .ledgers import Ledger
 from .packing import Parcel
 from .parts import nested_samplers, outer_batch_sampler
 from .plan import Share, data_shard
+from .position import Trail
 from .sharding import BatchSamplerShard, SkipBatchSampler
 
 
@@ -31,7 +32,7 @@ class DispatchLedger(Ledger):
         self.held = Share(None, None)
 
     def consumed(self, number: int) -> int:
-        return self.total
+        return self.total if number else self.start
 
     def share(self, number: int) -> Share:
         return self.held
@@ -127,7 +128,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:
         runtime = current.runtime()
-        start, _ = self._take_start()
+        start, trail = self._take_start()
         ledger = DispatchLedger(start)
         self._ledger = ledger
         self._forward_epoch(self.iteration)
@@ -139,7 +140,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         self.remainder = -1
         try:
-            messages = self._lead(start) if runtime.rank == 0 else self._follow()
+            messages = self._lead(start, trail) if runtime.rank == 0 else self._follow()
             for header, batch in messages:
                 self._taken += 1
                 ledger.held = Share(_known(header.rows), _known(header.real))
@@ -154,9 +155,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def _lead(self, start: int) -> Iterator[Message]:
+    def _lead(self, start: int, trail: Trail) -> Iterator[Message]:
         """Read, send every process its pieces ahead of their use, and yield one's own."""
-        steps = self._read(start)
+        steps = self._read(start, trail)
         here, ahead = next(steps), next(steps)
         self._send(here, is_last=ahead is None)
         while here is not None:
@@ -166,8 +167,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if isinstance(here, Exception):
                 self._flush()
                 raise here
-            if here.state is not None:
+            if self._has_stateful_base and here.state is not None:
                 self.dl_state_dict = {**here.state, "_iterator_finished": ahead is None}
+            else:
+                self._dataset_state = here.state
             header = self._header(here, 0, is_last=ahead is None)
             yield Message(header, self._own_piece(here.pieces[0], header, 0))
             here, ahead = ahead, further
@@ -204,7 +207,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         part = slice(place * header.rows, (place + 1) * header.rows) if known else slice(None)
         return self.slice_fn(piece, part, process_index=place, num_processes=count)
 
-    def _read(self, start: int) -> Iterator[Step | Exception | None]:
+    def _read(self, start: int, trail: Trail) -> Iterator[Step | Exception | None]:
         """Yield the steps of the pass, an error in their place if one is raised, then None for ever."""
         per_step = self._batches_per_step
         assembler = Assembler(self._place_of(0)[1], per_step, self._drop_last, self.slice_fn is not None)
@@ -215,16 +218,17 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 for part in nested_samplers(self.base_dataloader)
                 if isinstance(part, SkipBatchSampler)
             )
+            is_placed = start > 0 and self._place_dataset(trail)
             if shard is not None:
                 shard.start = start
-            batches = islice(self.base_dataloader, self.skip_batches * per_step, None)
+            batches = islice(self._start_reading(self.base_dataloader), self.skip_batches * per_step, None)
             size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None) or 1
-            consumed = (skipped + self.skip_batches * per_step) * size + (0 if shard is None else start)
+            is_there = shard is not None or is_placed
+            consumed = (skipped + self.skip_batches * per_step) * size + (start if is_there else 0)
             consumed += self._resumed_samples
-            self._resumed_samples = 0
-            for step in assembler.steps(batches, 0 if shard is not None else start, consumed):
-                if self._has_stateful_base:
-                    step.state = self.base_dataloader.state_dict()
+            saves = self._saves_state()
+            for step in assembler.steps(batches, 0 if is_there else start, consumed):
+                step.state = None if saves is None else saves()
                 yield step
         except Exception as error:  # noqa: BLE001 - whatever the dataset raises is raised on all ranks
             yield error

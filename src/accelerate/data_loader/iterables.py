@@ -44,6 +44,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
         self.start = 0
         self.start_unit = 0
+        self.start_streams: tuple[int, ...] = ()
+        self.completes = True
         self.group_real = 0
 
     @property
@@ -78,26 +80,30 @@ class IterableDatasetShard(IterableDataset[Any]):
             if len(group) < size:
                 if self.drop_last:
                     return
-                group += islice(cycle(first), size - len(group))
+                if self.completes:
+                    group += islice(cycle(first), size - len(group))
             yield from group[own]
 
     def _pass_over(self, elements: Iterator[Any], size: int) -> list[Any]:
         """Drop the elements that were handed out before, and return the first of them."""
-        dropped = worker_start(self.start, self.start_unit or size)
+        dropped = worker_start(self.start, self.start_unit or size, self.start_streams)
         first = list(islice(elements, min(size, dropped)))
         next(islice(elements, dropped - len(first), dropped - len(first)), None)
         # Only a whole first group completes the last one as in a pass that was never stopped.
         return first if len(first) == size else []
 
 
-def worker_start(start: int, unit: int) -> int:
+def worker_start(start: int, unit: int, streams: tuple[int, ...] = ()) -> int:
     """Return how many elements of its own stream a worker has handed out when all together gave `start`.
 
-    Workers take turns, a group of `unit` elements at a time.
+    Workers take turns, a group of `unit` elements at a time, as long as their streams last; `streams` is what each of
+    them gave, where that is known.
     """
     worker = get_worker_info()
     if worker is None or worker.num_workers == 1:
         return start
+    if len(streams) == worker.num_workers:
+        return streams[worker.id]
     groups, extra = divmod(start, unit)
     turns, rest = divmod(groups, worker.num_workers)
     return (turns + (worker.id < rest)) * unit + (extra if worker.id == rest else 0)

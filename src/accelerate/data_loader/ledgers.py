@@ -9,6 +9,7 @@ from typing import Any
 
 from .iterables import IterableDatasetShard
 from .plan import UNKNOWN_SHARE, Block, MicroBatch, Rounds, Share, Windows, clamp
+from .position import Trail
 from .sharding import BatchSamplerShard, Records
 
 
@@ -21,6 +22,11 @@ class Ledger:
         skipped: batches of this process that the pass leaves out.
     """
 
+    final: int | None = None
+    """What was handed out when the loader began its next pass; None before that."""
+    counted: int | None = None
+    """How much of it the progress of the run has counted already."""
+
     def __init__(self, unit: int = 0, start: int = 0, skipped: int = 0) -> None:
         self.unit = unit
         self.start = start
@@ -29,6 +35,11 @@ class Ledger:
     @property
     def remainder(self) -> int | None:
         """Real samples of an incomplete last step as far as known now; None to fall back on the dataset's length."""
+        return None
+
+    @property
+    def length(self) -> int | None:
+        """Batches of this process in the pass, None if that is only known when they have come."""
         return None
 
     def consumed(self, number: int) -> int:
@@ -46,6 +57,14 @@ class Ledger:
     def note(self, number: int, note: Any) -> None:
         """Take what a batch brought along."""
 
+    def trail(self, number: int) -> Trail:
+        """Return how the place behind this batch was reached."""
+        return Trail(self.unit)
+
+    def is_boundary(self, number: int) -> bool:
+        """Return whether nothing was read from the dataset beyond this batch."""
+        return True
+
 
 class SplitLedger(Ledger):
     """The account of a loader that was divided by somebody else: which rows repeat is not known."""
@@ -56,16 +75,26 @@ class SplitLedger(Ledger):
 
 
 class RoundsLedger(Ledger):
-    """The account of batches of one size."""
+    """The account of batches of one size.
 
-    def __init__(self, rounds: Rounds, rank: int, skipped: int = 0) -> None:
+    Args:
+        is_exact: whether the sampler is known to give as many samples as it says.
+    """
+
+    def __init__(self, rounds: Rounds, rank: int, skipped: int = 0, *, is_exact: bool = False) -> None:
         super().__init__(rounds.unit, rounds.start, skipped)
         self.rounds = rounds
         self.rank = rank
+        self.is_exact = is_exact
 
     @property
     def remainder(self) -> int | None:
         return self.rounds.remainder
+
+    @property
+    def length(self) -> int | None:
+        batches = self.rounds.batches(self.rank) if self.is_exact else None
+        return None if batches is None else max(batches - self.skipped, 0)
 
     def consumed(self, number: int) -> int:
         return self.rounds.consumed(number + self.skipped)
@@ -116,8 +145,8 @@ class GroupLedger(Ledger):
         return self.real if self.noted else 0
 
     def note(self, number: int, note: Any) -> None:
-        self.noted, self.real = number, note
-        self.missing += self.unit - note
+        self.noted, self.real = number, note.real
+        self.missing += self.unit - note.real
 
     def consumed(self, number: int) -> int:
         return super().consumed(number) - self.missing
@@ -133,6 +162,39 @@ class GroupLedger(Ledger):
     def is_short(self, number: int) -> bool:
         """Return whether the batch belongs to an incomplete group."""
         return self.noted == number
+
+
+class StreamsLedger(GroupLedger):
+    """The account of groups that several workers read in turns, each from a stream of its own that may end early.
+
+    Args:
+        streams: what each worker's stream gave before the pass.
+        rounds: batches of the epoch before the pass that had groups of the same size, None if others came before.
+    """
+
+    def __init__(
+        self, shard: IterableDatasetShard, start: int, streams: list[int], rounds: int | None, *, ready_batches: bool
+    ) -> None:
+        super().__init__(shard, start, ready_batches=ready_batches)
+        self.streams = streams
+        self.rounds = rounds
+        self.total = self.passed_over = start
+
+    def note(self, number: int, note: Any) -> None:
+        self.total += note.real
+        self.streams[note.worker] += note.real
+        if number == 0:  # passed over: no batch of the pass
+            self.passed_over = self.total
+            self.rounds = None if self.rounds is None else self.rounds + 1
+        elif note.real < self.unit:
+            self.noted, self.real = number, note.real
+
+    def consumed(self, number: int) -> int:
+        return self.total if number else self.passed_over
+
+    def trail(self, number: int) -> Trail:
+        rounds = None if self.rounds is None else self.rounds + number
+        return Trail(self.unit, streams=tuple(self.streams), rounds=rounds)
 
 
 class WindowLedger(Ledger):
@@ -161,6 +223,9 @@ class WindowLedger(Ledger):
 
     def consumed(self, number: int) -> int:
         return self._block(number).end if number else self.start
+
+    def is_boundary(self, number: int) -> bool:
+        return number == 0 or self._block(number).closes_window
 
     def share(self, number: int) -> Share:
         return self.windows.share(self._block(number), self.rank)

@@ -46,7 +46,8 @@ def data_shard(
     """Return (index, count) of the data-parallel share of a process.
 
     Args:
-        mesh_sizes: size of each named axis of the device mesh; tensor- and context-parallel peers read the same data.
+        mesh_sizes: size of each named axis of the device mesh; tensor-, context- and pipeline-parallel peers read the
+            same data.
         divides_by_tensor_parallel: whether an engine owns the layout, so that only tensor parallelism is divided out.
     """
     if not mesh_sizes:
@@ -54,7 +55,9 @@ def data_shard(
     tensor, context = mesh_sizes.get("tp", 1), mesh_sizes.get("cp", 1)
     if divides_by_tensor_parallel:
         return rank // tensor, world_size // tensor
-    return rank // (tensor * context), mesh_sizes.get("dp_replicate", 1) * mesh_sizes.get("dp_shard", 1)
+    shares = mesh_sizes.get("dp_replicate", 1) * mesh_sizes.get("dp_shard", 1)
+    # The stages of a pipeline are the outermost axis.
+    return rank // (tensor * context) % shares, shares
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,15 @@ class Rounds:
         if self.total is None or self.drop_last:
             return -1
         return max(self.total - self.start, 0) % self.unit
+
+    def batches(self, rank: int) -> int | None:
+        """Return how many batches `rank` gets from `start` on, None if that is unknown."""
+        if self.total is None:
+            return None
+        full, rest = divmod(max(self.total - self.start, 0), self.unit)
+        if rest == 0 or self.drop_last:
+            return full
+        return full + bool(self.share(rank, full).rows)
 
     def consumed(self, rounds: int) -> int:
         """Return the global samples handed out once `rounds` rounds are."""

@@ -112,6 +112,8 @@ class _Request:
 
     num_processes: int
     process_index: int
+    has_peers: bool = False
+    """Whether other processes read the same part, being ranks of one model."""
 
     def __init__(
         self,
@@ -140,6 +142,7 @@ class _Request:
         """Settle which of how many parts of the data is this process's."""
         runtime = current.runtime()
         sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        self.has_peers = mesh is not None and runtime.world_size > 1
         self.process_index, self.num_processes = data_shard(
             runtime.rank if index is None else index,
             runtime.world_size if count is None else count,
@@ -179,7 +182,7 @@ class _Request:
     @property
     def is_shared(self) -> bool:
         """Whether several processes read the same order and must agree on it."""
-        return self.num_processes > 1
+        return self.num_processes > 1 or self.has_peers
 
     def seed_sampler(self, sampler: Any, *, shared: bool) -> Any:
         """Return a sampler whose order depends on seed and epoch, in place of torch's random one."""
@@ -303,7 +306,7 @@ def _shard_iterable(loader: Any, request: _Request) -> DataLoaderShard:
         return request.finish(
             copy_loader(loader, dataset=dataset, collate_fn=collate, batch_size=None, batch_sampler=None), []
         )
-    if count == 1:
+    if count == 1 and loader.num_workers <= 1:
         return request.finish(copy_loader(loader), [])
     by_files = _reads_files(loader.dataset, request)
     if by_files.value:
@@ -311,6 +314,8 @@ def _shard_iterable(loader: Any, request: _Request) -> DataLoaderShard:
         own = loader.dataset.shard(num_shards=count, index=index)
         return request.finish(copy_loader(loader, dataset=own), [], split_elsewhere=count)
     shard = IterableDatasetShard(loader.dataset, loader.batch_size or 1, loader.drop_last, count, index, request.split)
+    # One process needs the view only to know how far each of its workers has read.
+    shard.completes = count > 1
     changes: dict[str, Any] = {"dataset": shard, "collate_fn": CountingCollate(loader.collate_fn, shard)}
     if request.split:
         own_size = loader.batch_size // count

@@ -108,7 +108,7 @@ class SeedableRandomSampler(RandomSampler):
             return _head_and_rest(iter(self), head, start)
         self.generator.manual_seed(self.seed.at(self.epoch))
         order = torch.randperm(size, generator=self.generator)
-        return order[:head].tolist(), iter(order[start:].tolist())
+        return order[:head].tolist(), _listed(order[start:])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
@@ -224,6 +224,12 @@ def head_and_rest(
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.head_and_rest(head, start)
     return _head_and_rest(ordering.open(sampler, epoch), head, start)
+
+
+def _listed(order: torch.Tensor) -> Iterator[int]:
+    """Yield numbers, made from a tensor a piece at a time: a list of millions takes longer than the shuffle."""
+    for piece in order.split(1 << 16):
+        yield from piece.tolist()
 
 
 def _head_and_rest(indices: Iterator[int], head: int, start: int) -> tuple[list[int], Iterator[int]]:

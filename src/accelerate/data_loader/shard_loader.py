@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from .._base.warn_once import warn_once
 from ..collectives.nested import place_batch
 from ..collectives.rng import synchronize_rng_states
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .carrier import Counted
 from .iterables import IterableDatasetShard
-from .ledgers import GroupLedger, Ledger, RecordedLedger, RoundsLedger, SplitLedger, WindowLedger
+from .ledgers import GroupLedger, Ledger, RecordedLedger, RoundsLedger, SplitLedger, StreamsLedger, WindowLedger
 from .parts import copy_loader, nested_samplers, outer_batch_sampler
+from .position import Position, Trail
 from .sharding import BatchSamplerShard, SkipBatchSampler
 from .windows import WindowBatchSampler, WindowDataset
 
@@ -24,7 +27,8 @@ from .windows import WindowBatchSampler, WindowDataset
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader whose batches belong to this process and are put on its device.
 
-    One batch is read ahead, so that `end_of_dataloader` is true while the last one is processed.
+    `end_of_dataloader` is true while the last batch is processed; where the number of batches is not known beforehand,
+    one is read ahead for that.
 
     Args:
         device: Where batches are put; where they are if None.
@@ -68,7 +72,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.device = torch.device(device) if isinstance(device, (str, int)) else device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-        self._states: deque[dict[str, Any]] | None = None
+        self._states: deque[Any] | None = None
         self.skip_batches = 0
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -85,77 +89,104 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return loader
 
     def __iter__(self) -> Iterator[Any]:
-        if self.rng_types is not None:
+        if self.rng_types is not None and not self._goes_on:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        source, dropped = self._open()
-        device, non_blocking = self.device, self._non_blocking
-        is_special = self._states is not None or isinstance(self._ledger, (GroupLedger, WindowLedger))
         try:
+            source, dropped = self._open()
             batches = islice(source, dropped, None) if dropped else iter(source)
-            batch = next(batches, _NOTHING)
-            if batch is _NOTHING:
-                self._end_empty()
+            length = self._ledger.length if self._ledger is not None and self._states is None else None
+            if length is None:
+                yield from self._ahead(batches)
                 return
-            for upcoming in batches:
-                self._taken += 1
-                if is_special:
-                    batch = self._unpack(batch)
-                if device is not None:
-                    batch = place_batch(batch, device, non_blocking)
-                yield batch
-                batch = upcoming
-            self._taken += 1
-            self.end_of_dataloader = True
-            if is_special:
-                batch = self._unpack(batch)
-            self._settle_remainder()
-            if device is not None:
-                batch = place_batch(batch, device, non_blocking)
-            yield batch
-            self._complete()
+            # The last of a known number of batches needs no look at the next. This loop is all that is done for a batch.
+            device, non_blocking = self.device, self._non_blocking
+            stays = _IN_PLACE if _is_only_device(device) else ()
+            for number, batch in enumerate(batches, 1):
+                self._taken = number
+                if number == length:
+                    self.end_of_dataloader = True
+                yield batch if device is None or type(batch) in stays else place_batch(batch, device, non_blocking)
+            if length:
+                self._complete()
+            else:
+                self._end_empty()
         finally:
             self.end()
 
+    def _ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Hand out batches of unknown number, reading one ahead to know the last one."""
+        device, non_blocking = self.device, self._non_blocking
+        is_special = self._states is not None or isinstance(self._ledger, (GroupLedger, WindowLedger))
+        batch = next(batches, _NOTHING)
+        if batch is _NOTHING:
+            self._end_empty()
+            return
+        for upcoming in batches:
+            self._taken += 1
+            if is_special:
+                batch = self._unpack(batch)
+            if device is not None:
+                batch = place_batch(batch, device, non_blocking)
+            yield batch
+            batch = upcoming
+        self._taken += 1
+        self.end_of_dataloader = True
+        if is_special:
+            batch = self._unpack(batch)
+        self._settle_remainder()
+        if device is not None:
+            batch = place_batch(batch, device, non_blocking)
+        yield batch
+        self._complete()
+
     def _open(self) -> tuple[Any, int]:
         """Begin a pass: return what to read, and how many of its first batches are dropped."""
-        start, unit = self._take_start()
+        start, trail = self._take_start()
         base, dropped = self.base_dataloader, self.skip_batches
+        is_placed = self._place_dataset(trail)
         ledger: Ledger
         sampler = _sharded_sampler(base)
         dataset = getattr(base, "dataset", None)
         skipped = dropped + _skipped_by_sampler(base) + self._resumed_batches
-        self._resumed_batches = 0
         if sampler is not None:
             sampler.start = start
             ledger = _sampler_ledger(sampler, start, skipped)
         elif isinstance(dataset, WindowDataset):
-            dataset.start = start
+            dataset.start, dataset.is_placed = start, is_placed
             ledger = WindowLedger(dataset.windows.starting_at(start), dataset.process_index, skipped)
         elif isinstance(dataset, IterableDatasetShard) and not self.split_elsewhere:
-            by_batches = _can_drop_batches(base, start, unit, dataset.group_size)
-            dataset.start, dataset.start_unit = (0 if by_batches else start), unit
-            dropped += start // dataset.group_size if by_batches else 0
-            ledger = GroupLedger(dataset, start, skipped, ready_batches=base.batch_size is None)
+            rounds = _rounds_to_drop(base, start, trail, dataset.group_size)
+            dropped += rounds
+            passed = 0 if rounds else start
+            ledger = _group_ledger(base, dataset, passed, skipped, trail, self._resumed_samples)
+            dataset.start = 0 if is_placed else passed
+            dataset.start_unit, dataset.start_streams = trail.unit, trail.streams if passed else ()
             if start and base.persistent_workers:
                 base = copy_loader(base)  # workers that run already would not hear of the start
         else:
-            base, ledger, more = self._open_as_it_is(start, skipped)
+            base, ledger, more = self._open_as_it_is(start, skipped, is_placed)
             dropped += more
         self._ledger = ledger
         self._forward_epoch(self.iteration)
         self.begin()
         if (remainder := ledger.remainder) is not None:
             self.remainder = -1 if self._drop_last or isinstance(ledger, (GroupLedger, RecordedLedger)) else remainder
-        self._states = deque() if self._has_stateful_base else None
-        return (base if self._states is None else self._capturing(base, self._states)), dropped
+        saves = self._saves_state()
+        self._states = None if saves is None else deque()
+        source = self._start_reading(base)
+        if self._states is not None and saves is not None:
+            source = _capturing(source, saves, self._states)
+        if dropped and isinstance(ledger, StreamsLedger):
+            return _passing_over(source, dropped, ledger), 0
+        return source, dropped
 
-    def _open_as_it_is(self, start: int, skipped: int) -> tuple[Any, Ledger, int]:
+    def _open_as_it_is(self, start: int, skipped: int, is_placed: bool) -> tuple[Any, Ledger, int]:
         base = self.base_dataloader
         sampler = outer_batch_sampler(base)
         batch_size = getattr(sampler, "batch_size", None) or getattr(base, "batch_size", None) or 1
         unit = batch_size * max(self.split_elsewhere, 1)
         ledger = (SplitLedger if self.split_elsewhere else Ledger)(unit, start, skipped)
-        if start == 0:
+        if start == 0 or is_placed:
             return base, ledger, 0
         dropped, rest = divmod(start, unit)
         dataset = getattr(base, "dataset", None)
@@ -166,17 +197,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return copy_loader(base, **{name: SkipBatchSampler(sampler, dropped)}), ledger, 0
         return base, ledger, dropped + (rest > 0)
 
-    def _capturing(self, source: Any, states: deque[dict[str, Any]]) -> Iterator[Any]:
-        """Take the state after each batch before the next one is read ahead."""
-        for batch in source:
-            states.append(self.base_dataloader.state_dict())
-            yield batch
-
     def _unpack(self, batch: Any) -> Any:
         """Take what the batch at hand brought along, or what was put aside for it."""
         if self._states:
             state = self._states.popleft()
-            self.dl_state_dict = {**state, "_iterator_finished": True} if self.end_of_dataloader else state
+            if self._has_stateful_base:
+                self.dl_state_dict = {**state, "_iterator_finished": True} if self.end_of_dataloader else state
+            else:
+                self._dataset_state = state
         if type(batch) is not Counted:
             return batch
         if self._ledger is not None:
@@ -218,6 +246,34 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return size * (self.split_elsewhere or getattr(sampler, "num_processes", 1))
 
     @property
+    def dataset(self) -> Any:
+        """What is read; for one process the dataset that its user gave."""
+        dataset = self.base_dataloader.dataset
+        is_whole = isinstance(dataset, IterableDatasetShard) and not dataset.completes
+        return dataset.dataset if is_whole else dataset
+
+    @property
+    def _layout(self) -> list[int]:
+        base = self.base_dataloader
+        view = _sharded_sampler(base) or getattr(base, "dataset", None)
+        parts = self.split_elsewhere or getattr(view, "num_processes", 1)
+        with suppress(AttributeError, TypeError):
+            return [self.total_batch_size, parts, *super()._layout, self._num_readers]
+        return [parts, *super()._layout, self._num_readers]
+
+    def _say_if_divided_otherwise(self, position: Position, trail: Trail) -> None:
+        if not (self.split_elsewhere and position.samples and trail.unit):
+            return
+        with suppress(AttributeError, TypeError):
+            if trail.unit != self.total_batch_size:
+                warn_once(
+                    f"This loader stopped inside an epoch after steps of {trail.unit} samples and goes on with steps of "
+                    f"{self.total_batch_size}, and its data was divided among the processes before it came to prepare. Which "
+                    "samples were seen is then not known: some may repeat or be missed until the epoch ends. Let prepare "
+                    "divide the data, or go on with the number of processes and the batch size of before."
+                )
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples of the dataset over all processes."""
         dataset = self.base_dataloader.dataset
@@ -239,6 +295,13 @@ class _Offset(IterableDataset[Any]):
 
 
 _NOTHING: Any = object()
+# What is made of tensors; another object may want its own `to` to be called.
+_IN_PLACE = frozenset({dict, list, tuple, torch.Tensor})
+
+
+def _is_only_device(device: torch.device | None) -> bool:
+    """Return whether there is no other place for a tensor in this process, so that none has to be moved."""
+    return device is not None and device.type == "cpu" and not torch.accelerator.is_available()
 
 
 def _sharded_sampler(loader: Any) -> BatchSamplerShard | WindowBatchSampler | None:
@@ -257,10 +320,42 @@ def _sampler_ledger(sampler: BatchSamplerShard | WindowBatchSampler, start: int,
         return WindowLedger(sampler.plan(start), sampler.process_index, skipped)
     rounds = sampler.rounds(start)
     if rounds is not None:
-        return RoundsLedger(rounds, sampler.process_index, skipped)
+        return RoundsLedger(rounds, sampler.process_index, skipped, is_exact=sampler.has_exact_length)
     return RecordedLedger(sampler, start, skipped)
 
 
-def _can_drop_batches(loader: Any, start: int, unit: int, group_size: int) -> bool:
-    """Several workers keep their turns only if whole batches are drawn and dropped."""
-    return loader.num_workers > 1 and unit in (0, group_size) and start % group_size == 0
+def _rounds_to_drop(loader: Any, start: int, trail: Trail, group_size: int) -> int:
+    """Return how many whole batches are drawn and dropped, 0 to pass over elements: only so do workers keep turns."""
+    if start == 0 or loader.num_workers <= 1 or trail.unit not in (0, group_size):
+        return 0
+    if trail.streams:
+        return 0 if trail.rounds is None or len(trail.streams) != loader.num_workers else trail.rounds
+    return 0 if start % group_size else start // group_size
+
+
+def _group_ledger(
+    loader: Any, shard: IterableDatasetShard, start: int, skipped: int, trail: Trail, resumed: int
+) -> GroupLedger:
+    """Return the account of a pass that begins after `start` samples, or `resumed` ones that torchdata passes over."""
+    ready, workers = loader.batch_size is None, loader.num_workers
+    if workers <= 1:
+        return GroupLedger(shard, start, skipped, ready_batches=ready)
+    is_known = len(trail.streams) == workers and (start or resumed)
+    streams = list(trail.streams) if is_known else [0] * workers
+    rounds = trail.rounds if resumed else 0
+    return StreamsLedger(shard, start or resumed, streams, None if start else rounds, ready_batches=ready)
+
+
+def _capturing(source: Any, saves: Callable[[], Any], states: deque[Any]) -> Iterator[Any]:
+    """Take the state after each batch, before the next one is read ahead."""
+    for batch in source:
+        states.append(saves())
+        yield batch
+
+
+def _passing_over(source: Any, count: int, ledger: StreamsLedger) -> Iterator[Any]:
+    """Draw and drop batches, but note what they were."""
+    batches = iter(source)
+    for batch in islice(batches, count):
+        ledger.note(0, batch.note)
+    yield from batches

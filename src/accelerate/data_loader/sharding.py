@@ -7,13 +7,27 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from .._base.errors import ConfigurationError
 from .plan import Rounds, clamp
-from .samplers import FixedOrder, Ordering, head_and_rest
+from .samplers import FixedOrder, Ordering, SeedableRandomSampler, head_and_rest
 
 _FIXED_ORDER = FixedOrder()
+_EXACT_SAMPLERS = {
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    SeedableRandomSampler,
+}
 
 
 def check_splittable(batch_size: int | None, num_processes: int) -> None:
@@ -107,6 +121,11 @@ class BatchSamplerShard(BatchSampler):
     def has_fixed_size(self) -> bool:
         """Whether all batches but the last have `batch_size` rows, so that positions can be computed."""
         return type(self.batch_sampler) is BatchSampler
+
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether the sampler surely gives as many samples as its `len` says; a user's own may not."""
+        return self.has_fixed_size and type(self.batch_sampler.sampler) in _EXACT_SAMPLERS
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""

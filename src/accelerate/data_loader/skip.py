@@ -81,8 +81,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 def _skip_prepared(dataloader: Any, num_batches: int) -> Any:
     """Skip in a prepared loader; the given one then no longer goes to a restored position by itself."""
-    dataloader._pending = None
+    was_restored = dataloader._goes_on
+    dataloader._forget_pending()
     changes: dict[str, Any] = {"_origin": dataloader, "_ledger": None, "_finished": True}
+    changes["_skips_to_restored"] = was_restored and num_batches > 0
     base = dataloader.base_dataloader
     skipping = None
     dataset = getattr(base, "dataset", None)

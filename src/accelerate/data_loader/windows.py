@@ -40,10 +40,18 @@ class WindowBatchSampler(BatchSampler):
         return Windows(size.size, size.batch_size, size.num_processes, len(self.sampler), size.drop_last, start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan = self.plan(self.start)
+        if self.start == 0:
+            return self._iterate()
+        # Opened at once: what the rest of a pass draws for it is put back when the loader has begun to read.
         _, order = head_and_rest(self.sampler, 0, self.start, self.ordering, self.epoch)
-        for indices, _ in _slices(order, plan, self.process_index):
-            yield indices
+        return self._cut(order)
+
+    def _iterate(self) -> Iterator[list[int]]:
+        # Opened at the first index: `RandomSampler` draws its seed there, after the loader has drawn its own.
+        yield from self._cut(head_and_rest(self.sampler, 0, 0, self.ordering, self.epoch)[1])
+
+    def _cut(self, order: Iterator[int]) -> Iterator[list[int]]:
+        return (indices for indices, _ in _slices(order, self.plan(self.start), self.process_index))
 
 
 class WindowDataset(IterableDataset[Any]):
@@ -53,7 +61,9 @@ class WindowDataset(IterableDataset[Any]):
         self.dataset = dataset
         self.windows = windows
         self.process_index = process_index
+        self.num_processes = windows.num_processes
         self.start = 0
+        self.is_placed = False
         self.block: Block | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -67,7 +77,7 @@ class WindowDataset(IterableDataset[Any]):
         return Windows(size.size, size.batch_size, size.num_processes, total, size.drop_last).length
 
     def __iter__(self) -> Iterator[list[Any]]:
-        elements = islice(iter(self.dataset), self.start, None)
+        elements = islice(iter(self.dataset), 0 if self.is_placed else self.start, None)
         for samples, block in _slices(elements, self.windows.starting_at(self.start), self.process_index):
             self.block = block
             yield samples

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._base.enums import DistributedType
+from .copy_lane import CopyLane
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,10 @@ class DeviceBackend:
         if release is not None:
             release()
 
+    def copy_lane(self, device: torch.device) -> CopyLane | None:
+        """Return a way to bring tensors to a device beside its work, or None where it has no streams."""
+        return CopyLane(device) if getattr(self.module, "Stream", None) is not None else None
+
     def get_rng_state(self) -> Any:
         """Return the random state of the device, or None where there is none apart from torch's own."""
         getter = getattr(self.module, "get_rng_state", None)
@@ -118,6 +123,20 @@ class DeviceBackend:
         setter = getattr(self.module, "set_rng_state", None)
         if setter is not None:
             setter(state)
+
+    def get_rng_states(self) -> Any:
+        """Return the random states of all devices of this type, as a checkpoint holds them."""
+        getter = getattr(self.module, "get_rng_state_all", None)
+        return getter() if getter is not None else self.get_rng_state()
+
+    def set_rng_states(self, states: Any) -> None:
+        """Restore what `get_rng_states` returned, perhaps where there were more or fewer devices."""
+        if not isinstance(states, list):
+            self.set_rng_state(states)
+        elif len(states) == self.device_count() and (setter := getattr(self.module, "set_rng_state_all", None)):
+            setter(states)
+        elif states:
+            self.set_rng_state(states[0])
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the random generators of all devices of this type."""

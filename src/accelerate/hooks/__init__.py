@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .align import (
-    AlignDevicesHook,
+from .align import AlignDevicesHook
+from .attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,

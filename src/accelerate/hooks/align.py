@@ -1,18 +1,19 @@
-"""The hook that brings inputs and offloaded weights to the device of a module, and its way onto the modules of a model."""
+"""The hook that brings inputs and offloaded weights to the device of a module."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..collectives.nested import find_device, send_to_device
-from ..offload.places import META, Place, as_device
+from ..offload.places import HOST, META, Place, as_device
 from ..offload.quantised import scales_name
-from ..offload.store import PrefixedDataset
 from ..offload.tensors import (
     TiedCache,
     address_of,
@@ -20,7 +21,8 @@ from ..offload.tensors import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
-from .base import Arguments, ModelHook, add_hook_to_module, eager_only
+from .base import Arguments, ModelHook, eager_only
+from .visits import Visit
 
 SkipKeys = str | list[str] | None
 
@@ -63,16 +65,35 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
         self._resolved: tuple[Place | None, torch.device] | None = None
+        self._visit: tuple[Mapping[str, torch.Tensor] | None, Visit] | None = None
+        self._calls: dict[int, list[_Call]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model fetches its weights itself: threads and mapped files belong to one model.
+        return {**self.__dict__, "_visit": None, "_calls": {}}
+
+    def read_ahead(self, visit: Visit) -> None:
+        """Take the weights from an engine that reads ahead, for as long as `weights_map` is what it is now."""
+        self._visit = (self.weights_map, visit)
+
+    def _visit_on(self, device: torch.device) -> Visit | None:
+        if self._visit is None:
+            return None
+        source, visit = self._visit
+        return visit if source is self.weights_map and visit.device == device and visit.is_current() else None
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
-    def _offloaded_names(self, module: nn.Module) -> list[str]:
-        tensors = named_module_tensors(
+    def offloaded_tensors(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a module that are offloaded."""
+        return named_module_tensors(
             module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
-        return [name for name, _ in tensors]
+
+    def _offloaded_names(self, module: nn.Module) -> list[str]:
+        return [name for name, _ in self.offloaded_tensors(module)]
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Put the tensors on the device of the module; or, to offload them, on the meta device."""
@@ -116,18 +137,39 @@ class AlignDevicesHook(ModelHook):
 
     @eager_only
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Read the offloaded weights, and move the inputs."""
+        """Bring the offloaded weights, and move the inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
+        call = _Call(self.input_device)
         if self.execution_device is None:
+            self._calls.setdefault(threading.get_ident(), []).append(call)
             return args, kwargs
         device = self._device(self.execution_device)
         if self.offload and self.weights_map is not None:
-            for name in self._offloaded_names(module):
-                value = self.weights_map[name]
-                self._borrow(value, device)
-                self._set(module, name, device, value, tied=True)
+            call.visit = self._visit_on(device)
+            if call.visit is not None:
+                call.visit.open()
+            else:
+                self._read(module, device, self.weights_map)
+        self._calls.setdefault(threading.get_ident(), []).append(call)
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+
+    def _read(self, module: nn.Module, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
+        for name in self._offloaded_names(module):
+            value = weights[name]
+            self._borrow(value, device)
+            self._set(module, name, device, value, tied=True)
+
+    def _ended_call(self) -> _Call:
+        """Return what this thread's last call of `pre_forward` began."""
+        thread = threading.get_ident()
+        calls = self._calls.get(thread)
+        if not calls:
+            return _Call(self.input_device)
+        call = calls.pop()
+        if not calls:
+            self._calls.pop(thread, None)
+        return call
 
     def _device(self, place: Place) -> torch.device:
         # Asking which accelerator an index means takes time, so it is asked again only for another place.
@@ -145,7 +187,21 @@ class AlignDevicesHook(ModelHook):
     @eager_only
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Send the weights away, and the output to where the input came from."""
-        if self.offload:
+        call = self._ended_call()
+        self._send_back(module, call)
+        if self.io_same_device and call.input_device is not None:
+            return send_to_device(output, call.input_device, skip_keys=self.skip_keys)
+        return output
+
+    @eager_only
+    def abandon(self, module: nn.Module) -> None:
+        """Send the weights away after a forward that raised an error."""
+        self._send_back(module, self._ended_call())
+
+    def _send_back(self, module: nn.Module, call: _Call) -> None:
+        if call.visit is not None:
+            call.visit.close()
+        elif self.offload:
             for name in self._offloaded_names(module):
                 self._set(module, name, META)
             if type(module).__name__ == "Linear8bitLt":  # it keeps its weight a second time in its state
@@ -154,180 +210,34 @@ class AlignDevicesHook(ModelHook):
             for address, device in self._borrowed:
                 (self.tied_params_map or {}).get(address, {}).pop(device, None)
             self._borrowed.clear()
-        if self.io_same_device and self.input_device is not None:
-            return send_to_device(output, self.input_device, skip_keys=self.skip_keys)
-        return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to where they were before the hook; those from the meta device stay there."""
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules)) if self.offload else {}
-        for name, device in self.original_devices.items():
-            value = (self.weights_map or {}).get(name)
-            if name in tensors and device != META and (value is not None or tensors[name].device != META):
-                self._set(module, name, device, value)
+        back = {name: device for name, device in self.original_devices.items() if name in tensors and device != META}
+        if not back:
+            return module
+        with self._last_values() as weights:
+            for name, device in back.items():
+                value = weights.get(name)
+                if value is not None or tensors[name].device != META:
+                    self._set(module, name, device, value)
         return module
 
-
-@dataclass(frozen=True)
-class _Settings:
-    """What all hooks of one model have in common."""
-
-    offload_buffers: bool = False
-    skip_keys: SkipKeys = None
-    preload: frozenset[str] = frozenset()
-    tied: TiedCache | None = None
-    weights_map: Mapping[str, torch.Tensor] | None = None
-
-    def hook(self, name: str, device: Place | None, **arguments: Any) -> AlignDevicesHook:
-        weights_map = self.weights_map
-        if weights_map is not None:
-            weights_map = PrefixedDataset(weights_map, f"{name}." if name else "")
-        return AlignDevicesHook(
-            execution_device=device,
-            weights_map=weights_map if arguments.get("offload") else None,
-            offload_buffers=self.offload_buffers,
-            skip_keys=self.skip_keys,
-            tied_params_map=self.tied,
-            **arguments,
-        )
-
-    def is_preloaded(self, module: nn.Module) -> bool:
-        return type(module).__name__ in self.preload
-
-
-def attach_execution_device_hook(
-    module: nn.Module,
-    execution_device: Place,
-    skip_keys: SkipKeys = None,
-    preload_module_classes: Iterable[str] | None = None,
-    tied_params_map: TiedCache | None = None,
-) -> None:
-    """Bring the inputs of every module with tensors to a device, where no hook does so yet.
-
-    Args:
-        preload_module_classes: Class names of modules below which no hook is needed.
-    """
-    settings = _Settings(skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map)
-    _attach_execution(module, execution_device, settings)
-
-
-def _attach_execution(module: nn.Module, device: Place, settings: _Settings) -> bool:
-    """Put hooks on a sub-tree from below, and return whether it has anything in its state dict."""
-    whole = settings.is_preloaded(module)
-    below = [] if whole else [_attach_execution(child, device, settings) for child in module.children()]
-    has_state = any(below) or _has_state(module, recurse=whole)
-    runs = type(module).forward is not nn.Module.forward  # a list of modules is never called
-    if has_state and runs and not hasattr(module, "_hf_hook"):
-        add_hook_to_module(module, settings.hook("", device))
-    return has_state
-
-
-def _has_state(module: nn.Module, recurse: bool) -> bool:
-    tensors = named_module_tensors(module, recurse=recurse, remove_non_persistent=True)
-    return next(tensors, None) is not None
-
-
-def attach_align_device_hook(
-    module: nn.Module,
-    execution_device: Place | None = None,
-    offload: bool = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: SkipKeys = None,
-    preload_module_classes: Iterable[str] | None = None,
-    tied_params_map: TiedCache | None = None,
-) -> None:
-    """Put an `AlignDevicesHook` on every module of a sub-tree that holds tensors of its own.
-
-    Args:
-        module_name: The name of `module` in the model that `weights_map` belongs to.
-        preload_module_classes: Class names of modules whose whole sub-tree is loaded at once, because they use the
-            weights of their children without calling them.
-    """
-    preload = frozenset(preload_module_classes or ())
-    settings = _Settings(offload_buffers, skip_keys, preload, tied_params_map, weights_map)
-    _attach_align(module, module_name, execution_device, offload, settings, set())
-
-
-def _attach_align(
-    module: nn.Module, name: str, device: Place | None, offload: bool, settings: _Settings, seen: set[int]
-) -> None:
-    if id(module) in seen:
-        return  # shared by two parents: one hook serves both
-    seen.add(id(module))
-    whole = offload and settings.is_preloaded(module)
-    if whole or next(named_module_tensors(module), None) is not None:
-        hook = settings.hook(name, device, offload=offload, place_submodules=whole)
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for key, child in module.named_children():
-        _attach_align(child, f"{name}.{key}" if name else key, device, offload, settings, seen)
-
-
-def attach_align_device_hook_on_blocks(
-    module: nn.Module,
-    execution_device: Place | Mapping[str, Place] | None = None,
-    offload: bool | Mapping[str, bool] = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: SkipKeys = None,
-    preload_module_classes: Iterable[str] | None = None,
-    tied_params_map: TiedCache | None = None,
-) -> None:
-    """Put hooks on the blocks of a model, each with its own device, and one on the model that aligns its output.
-
-    Args:
-        execution_device: The device of each block by name, or one for all.
-        offload: Whether each block is offloaded, by name, or one answer for all.
-    """
-    preload = frozenset(preload_module_classes or ())
-    settings = _Settings(offload_buffers, skip_keys, preload, tied_params_map, weights_map)
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if offload:
-            _attach_align(module, module_name, execution_device, True, settings, set())
+    @contextmanager
+    def _last_values(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Give the weights of the module, with what was written to them while it ran on the CPU."""
+        visit = self._visit_on(torch.device(HOST))
+        if visit is None:
+            yield self.weights_map or {}
             return
-        add_hook_to_module(
-            module, settings.hook(module_name, execution_device, io_same_device=True, place_submodules=True)
-        )
-        return
-    names = (execution_device if isinstance(execution_device, Mapping) else offload).keys()  # type: ignore[union-attr]
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
-    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
-    _attach_blocks(module, module_name, devices, offloaded, settings, set())
+        with visit.kept() as weights:
+            yield weights
 
 
-def _attach_blocks(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Place | None],
-    offloaded: Mapping[str, bool],
-    settings: _Settings,
-    seen: set[int],
-) -> None:
-    root = name == ""
-    if name in devices and name in offloaded:
-        _attach_block(module, name, devices[name], offloaded[name], settings, seen)
-    elif root:
-        add_hook_to_module(module, settings.hook(name, devices.get(""), io_same_device=True))
-    for key, child in module.named_children():
-        _attach_blocks(child, f"{name}.{key}" if name else key, devices, offloaded, settings, seen)
+@dataclass
+class _Call:
+    """What one call of a module has begun and has to end."""
 
-
-def _attach_block(
-    module: nn.Module, name: str, device: Place | None, offload: bool, settings: _Settings, seen: set[int]
-) -> None:
-    root = name == ""
-    if not offload:
-        add_hook_to_module(module, settings.hook(name, device, io_same_device=root, place_submodules=True))
-    else:
-        _attach_align(module, name, device, True, settings, seen)
-        present = getattr(module, "_hf_hook", None)
-        if present is None:
-            add_hook_to_module(module, settings.hook(name, device, io_same_device=root))
-        elif root and isinstance(present, AlignDevicesHook):
-            present.io_same_device = True
-    if device is not None:
-        _attach_execution(module, device, replace(settings, weights_map=None))
+    input_device: torch.device | None
+    visit: Visit | None = None

@@ -53,6 +53,9 @@ class ModelHook:
         """Return what the caller of the forward gets."""
         return output
 
+    def abandon(self, module: Any) -> None:
+        """Undo `pre_forward` after a forward that raised an error, for which `post_forward` is not called."""
+
     def detach_hook(self, module: Any) -> Any:
         """Undo `init_hook` when the hook is taken off, and return the module."""
         return module
@@ -82,6 +85,11 @@ class SequentialHook(ModelHook):
             output = hook.post_forward(module, output)
         return output
 
+    def abandon(self, module: Any) -> None:
+        """Let every hook undo its part."""
+        for hook in self.hooks:
+            _abandon(hook, module)
+
     def detach_hook(self, module: Any) -> Any:
         """Take every hook off."""
         for hook in self.hooks:
@@ -110,12 +118,23 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    if hook.no_grad:
-        with torch.no_grad():
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
             output = module._old_forward(*args, **kwargs)
-    else:
-        output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        _abandon(hook, module)
+        raise
     return hook.post_forward(module, output)
+
+
+def _abandon(hook: Any, module: Any) -> None:
+    # Hooks of other libraries need not know of it.
+    undo = getattr(hook, "abandon", None)
+    if undo is not None:
+        undo(module)
 
 
 def _is_graph_module(module: nn.Module) -> bool:

@@ -23,7 +23,8 @@ from ..offload.store import (
 )
 from ..offload.tensors import set_module_tensor_to_device
 from ..offload.ties import find_tied_parameters, keep_alive_only, on_host, retie_parameters, shared_weights
-from .align import AlignDevicesHook, SkipKeys, attach_align_device_hook_on_blocks
+from .align import AlignDevicesHook, SkipKeys
+from .attach import attach_align_device_hook_on_blocks
 from .base import add_hook_to_module, device_methods
 
 FilePath = str | os.PathLike[str]
@@ -92,10 +93,12 @@ def hook_device_map(
     offload_buffers: bool,
     skip_keys: SkipKeys,
     preload: Iterable[str] | None,
+    offload_memory: int | str | None = None,
 ) -> None:
     """Put the hooks of a device map on a model.
 
     Args:
+        offload_memory: What weights that are read ahead may take.
         main: Where modules on the CPU and the disk run.
         weights: Where the weights of offloaded modules are read.
     """
@@ -119,6 +122,7 @@ def hook_device_map(
         skip_keys=skip_keys,
         preload_module_classes=preload,
         tied_params_map=tied,
+        offload_memory=offload_memory,
     )
     keep_alive_only(tied, held.values())
     retie_parameters(model, [group for group in tied_names if _lies_together(model, group)])

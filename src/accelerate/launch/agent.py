@@ -9,17 +9,20 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .._base.stopping import EXIT_CODE, STOP_FOLDER
 from ..config import env
 from .failure import Failure, exit_code_of, first, read_record, report
 from .kernel import OutOfMemoryKills
-from .plan import ElasticOptions
+from .listeners import Listeners
+from .plan import SECONDS_TO_END, ElasticOptions
 from .signals import Stop, handled
 
+if TYPE_CHECKING:
+    from .torch_agent import Agent
+
 _LOGGERS = "torch.distributed.elastic"
-# As long as Slurm and Kubernetes leave a job to save its state.
-_SECONDS_TO_END = 30
 
 
 def run_agent(
@@ -31,13 +34,25 @@ def run_agent(
         quiet: Report it in one line.
         folder: Where the records of failures go if no log folder was asked for.
     """
-    variables: dict[str, object] = {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
-    stop = Stop(env.integer("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SECONDS_TO_END))
+    listeners = Listeners(Path(folder) / "stop")
+    variables: dict[str, object] = {
+        **environment,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
+        STOP_FOLDER: str(listeners.folder),
+    }
+    agents: list[Agent] = []
+
+    def requested() -> None:
+        for agent in agents:
+            agent.give_up_restarts()
+
+    stop = Stop(options.seconds_to_end, listeners.processes, requested)
     memory = OutOfMemoryKills.now()
     with env.patch_environment(**variables):
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import elastic_launch
+
+        from . import torch_agent
 
         def stopped(number: signal.Signals) -> BaseException:
             return SignalException(f"the launcher got {number.name}", sigval=number)
@@ -46,23 +61,25 @@ def run_agent(
         failures: list[Failure] = []
         try:
             with handled(stop, stopped):
-                elastic_launch(launch_config(options, folder, stop.seconds_to_end), argv[0])(*argv[1:])
+                config = launch_config(options, folder, stop.seconds_to_end)
+                torch_agent.run(config, argv[0], argv[1:], listeners=listeners, started=agents.append)
         except ChildFailedError as error:
             logs = Path(options.log_dir or folder)
             failures = [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
         except (SignalException, KeyboardInterrupt):
             return stop.exit_code or 128 + signal.SIGINT
+    if not failures:
+        # Workers that listen end by themselves: to go on later, or because they were through.
+        return EXIT_CODE if listeners.have_stopped else 0
     if stop.exit_code is not None:
         return stop.exit_code
-    if not failures:
-        return 0
     world_size = options.nproc_per_node * options.num_nodes
     sys.stdout.flush()
     sys.stderr.write(report(failures, world_size, memory, quiet=quiet))
     return exit_code_of(first(failures))
 
 
-def launch_config(options: ElasticOptions, folder: str, seconds_to_end: float = _SECONDS_TO_END, **more: Any) -> Any:
+def launch_config(options: ElasticOptions, folder: str, seconds_to_end: float = SECONDS_TO_END, **more: Any) -> Any:
     """Return the configuration of torch's agent; `more` are fields that a command does not need."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig

@@ -22,12 +22,12 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
-def running() -> list[psutil.Process]:
-    """Return all processes below this one that still run."""
+def running(*, direct: bool = False) -> list[psutil.Process]:
+    """Return all processes below this one that still run; with `direct` those alone that it started itself."""
     import psutil
 
     alive = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=not direct):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)

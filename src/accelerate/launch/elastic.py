@@ -87,6 +87,7 @@ def agent_plan(
         log_dir=config["log_dir"],
         tee=str(config["tee"] or "0"),
         local_addr=local_addr,
+        seconds_to_end=seconds_to_end(config, site),
     )
     environment = worker_environment(config, site, local)
     if machines > 1 and local_addr is not None and _INTERFACE not in site.environment:
@@ -94,6 +95,13 @@ def agent_plan(
         interface = site.interface_of(local_addr)
         environment |= {_INTERFACE: interface} if interface else {}
     return LaunchPlan("elastic", recorded_command(config, site), environment, point.notes, options, launcher=name)
+
+
+def seconds_to_end(config: RunConfig, site: Site) -> float:
+    """Return how long workers may take to end when the run is asked to stop."""
+    if config.is_given("preemption_grace"):
+        return float(config["preemption_grace"])
+    return float(site.integer("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or config["preemption_grace"])
 
 
 def _own_place(backend: str, machines: int, machine_rank: int, *, known: bool) -> dict[str, str]:

@@ -8,6 +8,9 @@ from typing import Literal
 
 Mode = Literal["exec", "elastic", "spawn_command"]
 
+# As long as Slurm and Kubernetes leave a job to save its state.
+SECONDS_TO_END = 30.0
+
 # Stands in a command for the folder into which the files of a plan are written.
 FILES = "@accelerate-files@"
 
@@ -28,6 +31,7 @@ class ElasticOptions:
     log_dir: str | None = None
     tee: str = "0"
     local_addr: str | None = None
+    seconds_to_end: float = SECONDS_TO_END
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class LaunchPlan:
         environment: Variables that are set on top of those of this process.
         quiet: Say in one line that a worker failed, without its traceback.
         files: Names and contents of files that the command needs; `FILES` in the command stands for their folder.
+        seconds_to_end: How long a command may take to end when it is told to.
     """
 
     mode: Mode
@@ -50,6 +55,7 @@ class LaunchPlan:
     files: Mapping[str, str] = field(default_factory=dict)
     launcher: str = ""
     quiet: bool = False
+    seconds_to_end: float = SECONDS_TO_END
 
     def in_folder(self, folder: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return command and environment with the folder of the files filled in."""

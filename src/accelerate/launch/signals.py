@@ -8,21 +8,44 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from . import children
 
-HANDLED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+if TYPE_CHECKING:
+    import psutil
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+# Asks a run to save and end while there is time; it ends no launcher by itself.
+_NOTICE = getattr(signal, "SIGUSR1", None)
+HANDLED = (*_ENDING, *([_NOTICE] if _NOTICE is not None else []))
 # A worker that waits inside a collective never sees Ctrl-C; after this time it is told in a way it cannot miss.
 SECONDS_AFTER_INTERRUPT = 5.0
 
 
 class Stop:
-    """The first signal the launcher got. A second one ends the workers at once."""
+    """The first signal the launcher got. A second one ends the workers at once.
 
-    def __init__(self, seconds_to_end: float) -> None:
+    Workers that listen for SIGTERM get it handed on and the time to save; the run then ends by itself. Without such
+    workers it is ended.
+
+    Args:
+        seconds_to_end: How long workers may take.
+        listeners: Returns the workers that listen.
+        requested: Is called when they are asked to save and end.
+    """
+
+    def __init__(
+        self,
+        seconds_to_end: float,
+        listeners: Callable[[], list[psutil.Process]] = list,
+        requested: Callable[[], None] = lambda: None,
+    ) -> None:
         self.seconds_to_end = seconds_to_end
         self.number: signal.Signals | None = None
         self.ended = threading.Event()
+        self._listeners = listeners
+        self._requested = requested
 
     @property
     def exit_code(self) -> int | None:
@@ -30,14 +53,27 @@ class Stop:
         return None if self.number is None else 128 + self.number
 
     def take(self, number: signal.Signals) -> bool:
-        """Note a signal and return whether it is the first."""
+        """Note a signal and return whether it ends the run here and now."""
+        if number == _NOTICE:
+            listeners = self._listeners()
+            if listeners:
+                self._requested()
+            children.send(listeners or children.running(direct=True), number)
+            return False
         if self.number is not None:
             children.send(children.running(), signal.SIGKILL)
             return False
         self.number = number
-        sys.stderr.write(f"accelerate launch: {number.name}, ending the workers; again ends them at once\n")
+        listeners = self._listeners() if number == signal.SIGTERM else []
+        what = "ending the workers"
+        if listeners:
+            what = f"the workers have {self.seconds_to_end:g} s to save and end"
+        sys.stderr.write(f"accelerate launch: {number.name}, {what}; again ends them at once\n")
+        if listeners:
+            self._requested()
+            children.send(listeners, number)
         threading.Thread(target=self._insist, daemon=True).start()
-        return True
+        return not listeners
 
     def _insist(self) -> None:
         """Go from a request to a kill for workers that do not end."""

@@ -9,7 +9,7 @@ from .._base.choice import Choice
 from .._base.errors import ConfigurationError
 from .._base.slurm import first_host, port_of_job, tasks_of_nodes
 from .command import script_command, worker_environment
-from .elastic import agent_plan
+from .elastic import agent_plan, seconds_to_end
 from .meeting import MeetingPoint
 from .origins import is_typed
 from .plan import LaunchPlan
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
 
 name = "Slurm"
+_SECONDS_MORE = 5.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ def _ask_srun(config: RunConfig, site: Site) -> LaunchPlan:
         "Add --num_machines 1 to stay on this node."
     )
     command = (site.python, "-m", "accelerate.commands.launch", *site.arguments)
-    return LaunchPlan("spawn_command", (*argv, *command), {}, (note,), launcher=name)
+    # The launchers that it starts need a moment more than their workers.
+    seconds = seconds_to_end(config, site) + _SECONDS_MORE
+    return LaunchPlan("spawn_command", (*argv, *command), {}, (note,), launcher=name, seconds_to_end=seconds)
 
 
 def find_step(site: Site) -> Step | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .._base.stopping import EXIT_CODE
 from ..config import env
 from . import children
 from .failure import Failure, read_record, report
@@ -17,8 +18,6 @@ from .kernel import OutOfMemoryKills
 from .plan import LaunchPlan
 from .run import cannot_start
 from .signals import Stop, handled
-
-_SECONDS_TO_END = 30.0
 
 
 class _Stopped(BaseException):
@@ -48,10 +47,12 @@ def _run_elastic(plan: LaunchPlan, folder: str) -> int:
 
 def _run_command(plan: LaunchPlan, folder: str) -> int:
     argv, environment = plan.in_folder(folder)
-    stop = Stop(_SECONDS_TO_END)
+    stop = Stop(plan.seconds_to_end)
     memory = OutOfMemoryKills.now()
     with handled(stop, lambda number: _Stopped()):
         code = _wait(argv, {**env.items(), **environment}, stop)
+    if code == EXIT_CODE:
+        return code  # the script was stopped for now, and has said so
     if stop.exit_code is not None:
         return stop.exit_code
     if code:

@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> None:
     try:
         _run_module(name) if kind == "module" else _run_script(name)
     except SystemExit as error:
+        if _stops_for_now(error.code):
+            sys.exit(0)
         _record(record, error, _place(error) if error.code not in {None, 0} else None)
         raise
     except BaseException as error:  # noqa: BLE001 - it is reported as the interpreter does, then the process ends
@@ -89,6 +91,23 @@ def _record_path() -> Path | None:
     except OSError:
         return None
     return path
+
+
+def _stops_for_now(code: object) -> bool:
+    """Leave word for the launcher that the script ended in order to go on later.
+
+    To the agent an exit code other than 0 is a failure, after which it ends the other workers and starts all anew.
+    """
+    try:
+        from accelerate._base.stopping import EXIT_CODE, STOP_FOLDER, STOPPED
+        from accelerate.config import env
+    except ImportError:
+        return False
+    folder = env.get(STOP_FOLDER)
+    if code != EXIT_CODE or not folder or not Path(folder).is_dir():
+        return False
+    Path(folder, STOPPED).touch()
+    return True
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:

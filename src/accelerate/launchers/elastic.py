@@ -48,11 +48,12 @@ def run_function(worker: Worker, options: ElasticOptions, **more: Any) -> list[A
         env.patch_environment(torchelastic_signals_to_handle=""),
     ):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import elastic_launch
+
+        from ..launch import torch_agent
 
         quieten()
         try:
-            results: dict[int, Any] = elastic_launch(launch_config(options, folder, **more), worker)()
+            results = torch_agent.run(launch_config(options, folder, **more), worker)
         except ChildFailedError as error:
             failures = _failures(error.failures, Path(folder))
         else:

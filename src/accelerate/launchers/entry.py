@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from .._base.enums import DistributedType
 from .._base.errors import UsageError
@@ -45,7 +46,7 @@ class PrepareForLaunch:
                     f"PrepareForLaunch(debug=True) was called with {_FILE}={file!r} and WORLD_SIZE={count}, so the "
                     "processes cannot meet. Set both, or use debug_launcher, which does."
                 )
-            dist.init_process_group("gloo", store=dist.FileStore(file, count), rank=int(index), world_size=count)
+            dist.init_process_group("gloo", store=FileStore(file, count), rank=int(index), world_size=count)
         elif self.distributed_type.value in _ONE_DEVICE_EACH:
             env.put("LOCAL_RANK", str(index))
             env.put("RANK", str(env.integer("NODE_RANK", 0) * env.integer("NPROC", 1) + index))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._base.errors import ConfigurationError
 from .inventory import TensorEntry
@@ -68,13 +68,13 @@ class Model:
 
     def total(self, dtype: str) -> int:
         """Return the bytes of the model in a dtype."""
-        return sum(_size(entry, dtype) for entry in self.tensors)
+        return sum(size_in(entry, dtype) for entry in self.tensors)
 
     def largest_layer(self, dtype: str) -> Layer:
         """Return the layer that takes the most bytes in a dtype."""
         sizes: defaultdict[str, int] = defaultdict(int)
         for entry in self.tensors:
-            sizes[entry.layer] += _size(entry, dtype)
+            sizes[entry.layer] += size_in(entry, dtype)
         name = max(sizes, key=lambda layer: sizes[layer], default="")
         return Layer(name, sizes[name] if name else 0)
 
@@ -94,7 +94,8 @@ class Model:
         )
 
 
-def _size(entry: TensorEntry, dtype: str) -> int:
+def size_in(entry: TensorEntry, dtype: str) -> int:
+    """Return the bytes of a tensor in a dtype; integers and booleans keep their size."""
     return -(-entry.elements * DTYPE_BITS[dtype] // 8) if entry.floating else entry.stored_bytes
 
 
@@ -136,6 +137,41 @@ def per_rank(model: Model, dtype: str, num_processes: int) -> dict[str, Training
         "ZeRO-2": _zero(model, dtype, num_processes, stage=2),
         "ZeRO-3": _zero(model, dtype, num_processes, stage=3),
     }
+
+
+def in_layout(model: Model, dtype: str, *, fsdp: int = 1, tp: int = 1) -> TrainingMemory:
+    """Return what training with Adam takes on the fullest process when layers are split and what is left is sharded.
+
+    Splitting cuts every matrix and leaves vectors, such as biases and the weights of norms, whole.
+
+    Args:
+        fsdp: Processes over which the weights are sharded.
+        tp: Processes over which each layer is split.
+
+    Raises:
+        ConfigurationError: If there is no process, or the dtype is not trained.
+    """
+    for name, size in (("fsdp", fsdp), ("tp", tp)):
+        if size < 1:
+            raise ConfigurationError(
+                f"{name}={size!r} leaves nothing to train on. Give a number of processes, 1 or more."
+            )
+    per_rank(model, dtype, 1)  # refuses a dtype that is not trained
+    split = Model(tuple(replace(entry, shape=_split_shape(entry, tp)) for entry in model.tensors))
+    own = FLOAT32 * _rows_of_first_rank([entry.shape for entry in split.tensors if entry.trainable], fsdp)
+    return TrainingMemory(
+        weights=own + split.untrained_bytes(FLOAT32),
+        gradients=own,
+        optimizer=2 * own,
+        working=_gathered(split, dtype) if fsdp > 1 else _cast_copies(split, dtype),
+    )
+
+
+def _split_shape(entry: TensorEntry, tp: int) -> tuple[int, ...]:
+    """Return the part of a tensor on the first of the ranks that split a layer, cut along either dimension."""
+    if not entry.trainable or len(entry.shape) < 2:
+        return entry.shape
+    return (*entry.shape[:-1], -(-entry.shape[-1] // tp))
 
 
 def _cast_copies(model: Model, dtype: str) -> int:

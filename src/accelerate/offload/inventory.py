@@ -152,7 +152,12 @@ def read_tensors(files: Iterable[Path]) -> list[TensorEntry]:
     ]
 
 
-def _read_header(path: Path) -> list[TensorEntry]:
+def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its data begins.
+
+    Raises:
+        ConfigurationError: If the file does not begin with such a header.
+    """
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -161,7 +166,11 @@ def _read_header(path: Path) -> list[TensorEntry]:
         text = file.read(length)
     if len(text) < length:
         raise _broken(path, f"its header has {length} bytes and the file ends after {len(text)} of them")
-    header = _json(path, text, "a safetensors header")
+    return _json(path, text, "a safetensors header"), 8 + length
+
+
+def _read_header(path: Path) -> list[TensorEntry]:
+    header, _ = read_safetensors_header(path)
     header.pop("__metadata__", None)
     return [_from_header(path, name, described) for name, described in header.items()]
 

@@ -2,106 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 import warnings
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from .._base.errors import ConfigurationError
+from ..collectives import communicator
+from ..collectives.base import Communicator
+from .converted import Wanted, write_converted
 from .places import DISK, HOST, META, Place, as_device, lookup
+from .progress import progress
 from .quantised import SCALES, offload_quantised, scales_name
 from .sizes import resolve_dtype
-from .store import load_offloaded_weight, offload_weight, save_offload_index
-from .tensors import owner_of, set_module_tensor_to_device
+from .store import OffloadedWeightsLoader, save_offload_index
+from .tensors import check_shape, owner_of, set_module_tensor_to_device
 from .ties import find_tied_parameters, retie_parameters
+from .weight_files import Received, Shape, Weights, checkpoint_files, load_state_dict, open_weights
 
 FilePath = str | os.PathLike[str]
 
-
-class Weights(Protocol):
-    """Weights of one file, each read when it is asked for."""
-
-    def names(self) -> list[str]:
-        """Return the names in the file."""
-
-    def read(self, name: str, device: torch.device) -> Any:
-        """Return one weight on a device."""
+COMPILED = "_orig_mod."
+"""What a compiler's shell adds to the names inside it; the weights are those of the model without it."""
 
 
-class _SafetensorsFile:
-    def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
+class Source(NamedTuple):
+    """Where a weight was read: a file and the weight's name there."""
 
-        self._path, self._safe_open = path, safe_open
-        self._handles: dict[str, Any] = {}
-        written = (self._handle("cpu").metadata() or {}).get("format", "pt")
-        if written != "pt":
-            raise ConfigurationError(
-                f"{str(path)!r} was written for {written!r}, so its tensors may be laid out differently. "
-                "Save it again from torch, which writes the metadata {'format': 'pt'}."
-            )
-
-    def _handle(self, device: str) -> Any:
-        if device not in self._handles:
-            self._handles[device] = self._safe_open(self._path, framework="pt", device=device)
-        return self._handles[device]
-
-    def names(self) -> list[str]:
-        return list(self._handle("cpu").keys())
-
-    def read(self, name: str, device: torch.device) -> Any:
-        if device == META:
-            return self._handle("cpu").get_tensor(name).to(META)
-        return self._handle(str(device)).get_tensor(name)
-
-
-class _TorchFile:
-    def __init__(self, path: Path) -> None:
-        # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
-        mapped = zipfile.is_zipfile(path)
-        self._state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        self._mapped = mapped
-
-    def names(self) -> list[str]:
-        return list(self._state)
-
-    def read(self, name: str, device: torch.device) -> Any:
-        value = self._state[name]
-        if not isinstance(value, torch.Tensor):
-            return value
-        # A copy, so that the model does not depend on the file once it is loaded.
-        return value.clone() if device.type == "cpu" and self._mapped else value.to(device)
-
-
-def open_weights(path: FilePath) -> Weights:
-    """Open a `.safetensors` file, or a file that `torch.save` wrote, whose code is never run."""
-    file = Path(path)
-    return _SafetensorsFile(file) if file.suffix == ".safetensors" else _TorchFile(file)
-
-
-def load_state_dict(checkpoint_file: FilePath, device_map: Mapping[str, Place] | None = None) -> dict[str, Any]:
-    """Return the weights of a file.
-
-    Args:
-        device_map: Where each module's weights go; those for the disk, and all without a map, go to the CPU.
-
-    Raises:
-        ConfigurationError: If a safetensors file was not written for torch.
-    """
-    weights = open_weights(checkpoint_file)
-    return {name: weights.read(name, _reading_device(device_map, name)) for name in weights.names()}
-
-
-def _reading_device(device_map: Mapping[str, Place] | None, name: str) -> torch.device:
-    place = lookup(device_map, name) if device_map else None
-    return as_device(HOST if place is None or place == DISK else place)
+    weights: Weights
+    name: str
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: FilePath) -> None:
@@ -109,46 +43,14 @@ def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, of
     index = index or {}
     for name in [name for name in index if not name.endswith(SCALES)]:
         scales = scales_name(name)
-        statistics = _read_raw(offload_folder, scales, index) if scales in index else None
-        value = _read_raw(offload_folder, name, index)
+        statistics = _copy_of(offload_folder, scales, index) if scales in index else None
+        value = _copy_of(offload_folder, name, index)
         set_module_tensor_to_device(model, name, HOST, value=value, fp16_statistics=statistics)
 
 
-def _read_raw(folder: FilePath, name: str, index: Mapping[str, Any]) -> torch.Tensor:
+def _copy_of(folder: FilePath, name: str, index: Mapping[str, Any]) -> torch.Tensor:
     # A copy, so that the folder may be removed or written again.
-    return load_offloaded_weight(Path(folder) / f"{name}.dat", index[name]).clone()
-
-
-def checkpoint_files(checkpoint: FilePath) -> list[Path]:
-    """Return the files of a checkpoint, which is a weights file, an index of shards, or a folder with one of these.
-
-    Raises:
-        ConfigurationError: If there is none, or the folder has several to choose from.
-    """
-    path = Path(checkpoint)
-    if path.is_file():
-        return _shards(path) if path.suffix == ".json" else [path]
-    if not path.is_dir():
-        raise ConfigurationError(
-            f"There is no checkpoint at {str(checkpoint)!r}: it is neither a file nor a folder. "
-            "Give a weights file, an index of shards, or the folder that holds them."
-        )
-    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-        if (path / name).is_file():
-            return [path / name]
-    indices = sorted(path.glob("*.index.json"))
-    if len(indices) == 1:
-        return _shards(indices[0])
-    raise ConfigurationError(
-        f"The folder {str(checkpoint)!r} holds {len(indices)} index files and neither {WEIGHTS_NAME} nor "
-        f"{SAFE_WEIGHTS_NAME}, so it does not say what to load. Give the path of the file or index itself."
-    )
-
-
-def _shards(index_file: Path) -> list[Path]:
-    index = json.loads(index_file.read_text(encoding="utf-8"))
-    names = sorted(set(index.get("weight_map", index).values()))
-    return [index_file.parent / name for name in names]
+    return OffloadedWeightsLoader(save_folder=folder, index=index)[name].clone()
 
 
 class _Loader:
@@ -169,69 +71,113 @@ class _Loader:
         self.index: dict[str, Any] = {}
         self.buffers = {name for name, _ in model.named_buffers()}
         self.known = set(model.state_dict())
-        self.loaded: dict[str, Path] = {}
+        self.plain = {name.replace(COMPILED, ""): name for name in self.known}
+        self.loaded: dict[str, Source] = {}
         self.unexpected: list[str] = []
+        self.to_convert: list[tuple[str, Wanted]] = []
 
-    def load(self, file: Path) -> None:
+    def load(self, weights: Weights) -> None:
         """Place every weight of a file."""
-        weights = open_weights(file)
         names = weights.names()
         present = set(names)
         for name in names:
             if name.endswith(SCALES):
                 continue  # read together with the weight that it scales
-            if name not in self.known:
+            target = name if name in self.known else self.plain.get(name.replace(COMPILED, ""))
+            if target is None:
                 self.unexpected.append(name)
                 continue
             scales = scales_name(name)
-            self._put(name, weights, name, weights.read(scales, as_device(HOST)) if scales in present else None)
-            self.loaded[name] = file
+            self._put(target, weights, name, scales if scales in present else None)
+            self.loaded[target] = Source(weights, name)
+        self._convert(weights)
 
     def load_twins(self, tied: Iterable[Sequence[str]]) -> None:
         """Place tied weights that a checkpoint holds under another name of their group only."""
         for group in tied:
-            source = next((name for name in group if name in self.loaded), None)
+            source = next((self.loaded[name] for name in group if name in self.loaded), None)
             for name in group if source is not None else ():
                 if name not in self.loaded and source is not None:
-                    self._put(name, open_weights(self.loaded[source]), source, None)
-                    self.loaded[name] = self.loaded[source]
+                    self._put(name, source.weights, source.name, None)
+                    self._convert(source.weights)
+                    self.loaded[name] = source
 
     def _place(self, name: str) -> Place:
         place = lookup(self.device_map, name)
         if place is not None:
             return place
-        owner, key = owner_of(self.model, name)
-        held = owner._parameters.get(key) if key in owner._parameters else owner._buffers.get(key)
+        held = self._held(name)
         return HOST if held is None or held.device == META else held.device
+
+    def _held(self, name: str) -> torch.Tensor | None:
+        owner, key = owner_of(self.model, name)
+        return owner._parameters[key] if key in owner._parameters else owner._buffers.get(key)
 
     def _dtype(self, name: str) -> torch.dtype | None:
         kept = any(part in name for part in self.keep_in_fp32)
         return torch.float32 if kept and self.dtype == torch.float16 else self.dtype
 
-    def _put(self, name: str, weights: Weights, source: str, statistics: torch.Tensor | None) -> None:
+    def _put(self, name: str, weights: Weights, source: str, scales: str | None) -> None:
         place, dtype = self._place(name), self._dtype(name)
-        if place != DISK or (name in self.buffers and not self.offload_buffers):
-            device = as_device(HOST if place == DISK else place)
-            value = weights.read(source, device)
-            set_module_tensor_to_device(
-                self.model, name, device, value, dtype, fp16_statistics=statistics, clear_cache=False
-            )
+        if place == DISK and (self.offload_buffers or name not in self.buffers):
+            self._offload(name, weights, source, scales, dtype)
             return
-        value = weights.read(source, as_device(HOST))
+        device = as_device(HOST if place == DISK else place)
+        value = weights.read(source, device)
+        statistics = None if scales is None else weights.read(scales, as_device(HOST))
+        set_module_tensor_to_device(
+            self.model, name, device, value, dtype, fp16_statistics=statistics, clear_cache=False
+        )
+
+    def _offload(self, name: str, weights: Weights, source: str, scales: str | None, dtype: torch.dtype | None) -> None:
         if self.folder is None:
             raise ConfigurationError(
                 f"{name!r} goes to the disk, and no offload_folder was given, so there is nowhere to write it. "
                 "Pass offload_folder."
             )
-        if self.quantise and statistics is None and value.is_floating_point():
+        shape, stored = weights.shape(source)
+        if self.quantise and scales is None and stored.is_floating_point:
+            value = weights.read(source, as_device(HOST))
             offload_quantised(self.model, name, value, dtype, self.folder, self.index)
             return
-        if dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        offload_weight(value, name, self.folder, self.index)
-        if statistics is not None:
-            offload_weight(statistics, scales_name(name), self.folder, self.index)
-        set_module_tensor_to_device(self.model, name, META, dtype=dtype, clear_cache=False)
+        held = self._held(name)
+        check_shape(name, held, shape)
+        wanted = dtype if dtype is not None and stored.is_floating_point else stored
+        self._note(name, weights, source, Shape(shape, wanted))
+        if scales is not None:
+            self._note(scales_name(name), weights, scales, weights.shape(scales))
+        if held is None or held.device != META or (dtype is not None and held.dtype != wanted):
+            set_module_tensor_to_device(self.model, name, META, dtype=dtype, clear_cache=False)
+
+    def _note(self, name: str, weights: Weights, source: str, wanted: Shape) -> None:
+        """Use a weight where it is, or see to it that it is converted.
+
+        A smaller dtype is written once: every forward then reads fewer bytes, and needs no conversion. A larger one is
+        made while the model runs: reading more bytes would take longer than converting.
+        """
+        stored = weights.shape(source).dtype
+        if weights.in_place(source) and (wanted.dtype == stored or wanted.dtype.itemsize > stored.itemsize):
+            self._index(name, weights.path, source, wanted.dtype)
+        else:
+            self.to_convert.append((name, Wanted(source, *wanted)))
+
+    def _index(self, name: str, file: Path, source: str, dtype: torch.dtype) -> None:
+        self.index[name] = {
+            "safetensors_file": str(file.absolute()),
+            "weight_name": source,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+
+    def _convert(self, weights: Weights) -> None:
+        if not self.to_convert or self.folder is None:
+            return
+        # One name may be wanted for two tied weights, in one dtype.
+        wanted = {weight.name: weight for _, weight in self.to_convert}
+        host = as_device(HOST)
+        file = write_converted(weights.path, self.folder, list(wanted.values()), lambda name: weights.read(name, host))
+        for name, weight in self.to_convert:
+            self._index(name, file, weight.name, weight.dtype)
+        self.to_convert.clear()
 
 
 def load_checkpoint_in_model(
@@ -253,7 +199,8 @@ def load_checkpoint_in_model(
     Args:
         checkpoint: A weights file, an index of shards, or a folder with one of these.
         device_map: The place of each module; without it, each weight goes where the model's tensor is.
-        offload_folder: Where weights for the disk are written.
+        offload_folder: Where the index of weights on the disk is written, and those that cannot be used where they are:
+            safetensors files are used in place, other formats and smaller dtypes are converted once.
         dtype: The dtype of floating-point weights in the model.
         offload_state_dict: Accepted for programs that ask for little memory: weights are always read one by one.
         offload_buffers: Write the buffers of modules on the disk too.
@@ -261,13 +208,14 @@ def load_checkpoint_in_model(
         offload_8bit_bnb: Quantise weights for the disk to 8 bits.
         strict: Raise if names of the checkpoint and of the model differ.
         full_state_dict: For a sharded model: the checkpoint holds whole tensors.
-        broadcast_from_rank0: For a sharded model: only the first process reads.
+        broadcast_from_rank0: Only the first process reads, and sends the weights to the others.
 
     Raises:
         ConfigurationError: If the checkpoint is not found or does not fit, or weights have no folder to go to.
     """
     torch_dtype = None if dtype is None else resolve_dtype(dtype)
-    files = checkpoint_files(checkpoint)
+    group = _broadcasting_group() if broadcast_from_rank0 else None
+    files = _agreed_files(checkpoint, group)
     if device_map is None and _is_sharded(model):
         _load_sharded(model, files, torch_dtype, strict, full_state_dict, broadcast_from_rank0)
         return
@@ -278,13 +226,31 @@ def load_checkpoint_in_model(
     loader = _Loader(
         model, places, offload_folder, torch_dtype, offload_buffers, keep_in_fp32_modules or (), offload_8bit_bnb
     )
-    for file in files:
-        loader.load(file)
+    with progress(len(files), "Loading checkpoint") as done:
+        for file in files:
+            loader.load(open_weights(file) if group is None else Received(file, group))
+            done(1)
     loader.load_twins(tied)
     _report(model, loader.unexpected, sorted(loader.known - loader.loaded.keys()), strict)
     if offload_folder is not None:
         save_offload_index(loader.index, offload_folder)
     retie_parameters(model, tied)
+
+
+def _broadcasting_group() -> Communicator | None:
+    """Return what the first process sends weights over, or None where there is nobody to send them to."""
+    group = communicator() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
+    return group if group is not None and group.world_size > 1 else None
+
+
+def _agreed_files(checkpoint: FilePath, group: Communicator | None) -> list[Path]:
+    """Return the files of a checkpoint, which only the first process has to see if it sends the weights."""
+    if group is None:
+        return checkpoint_files(checkpoint)
+    found: list[Any] = [checkpoint_files(checkpoint) if group.rank == 0 else None]
+    group.broadcast_objects(found)
+    files: list[Path] = found[0]
+    return files
 
 
 def _report(model: nn.Module, unexpected: list[str], missing: list[str], strict: bool) -> None:
@@ -301,12 +267,12 @@ def _report(model: nn.Module, unexpected: list[str], missing: list[str], strict:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    # A model cannot be sharded by a part of torch that was never imported, and importing it here would take a second.
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is not None and any(isinstance(module, fsdp) for module in model.modules()):
         return True
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return dtensor is not None and any(isinstance(parameter, dtensor) for parameter in model.parameters())
 
 
 def _load_sharded(

@@ -74,6 +74,14 @@ def _free_on(backend: DeviceBackend, index: int) -> int:
     return int(query(index)[0])
 
 
+def free_memory_of(device: torch.device, host: int) -> int:
+    """Return the bytes that are free on a device; `host` for one without memory of its own."""
+    backend = registry.get(device)
+    if backend.type == HOST or device.index is None or not backend.is_available():
+        return host
+    return _free_on(backend, device.index)
+
+
 def _shares_host_memory(backend: DeviceBackend, index: int) -> bool:
     properties = getattr(backend.module, "get_device_properties", None)
     return bool(getattr(properties(index), "is_integrated", False)) if properties is not None else False

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .places import Place
+from .store import identity_of_stored
 from .tensors import get_non_persistent_buffers, named_module_tensors, set_module_tensor_to_device
 
 logger = logging.getLogger(__name__)
@@ -132,6 +135,44 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         for name, value in state_dict.items()
         if not _is_empty(value)
     }
+
+
+@dataclass(frozen=True)
+class OffloadedWeight:
+    """One weight that is elsewhere: read when it is asked for, and known as the same under all its names.
+
+    Args:
+        like: What the model has in its place: shape and dtype without data.
+    """
+
+    source: Mapping[str, torch.Tensor]
+    key: str
+    like: torch.Tensor
+
+    def read(self) -> torch.Tensor:
+        """Return the weight on the CPU in the dtype that the model has it in; one of a file is mapped where it can be."""
+        value = self.source[self.key].detach().cpu()
+        return value.to(self.like.dtype) if value.is_floating_point() else value
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Return what two names of one stored weight have in common, None where that cannot be told."""
+        return identity_of_stored(self.source, self.key)
+
+
+def offloaded_weights(model: nn.Module) -> dict[str, OffloadedWeight]:
+    """Return the weights of a model that its hooks keep elsewhere, by the names of its state dict."""
+    found: dict[str, OffloadedWeight] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        hook = offloading_hook(module)
+        if hook is None or hook.weights_map is None:
+            continue
+        below = hook.place_submodules
+        parameters = module.named_parameters(recurse=below, remove_duplicate=False)
+        for key, tensor in chain(parameters, module.named_buffers(recurse=below, remove_duplicate=False)):
+            if _is_empty(tensor) and key in hook.weights_map:
+                found[f"{prefix}.{key}" if prefix else key] = OffloadedWeight(hook.weights_map, key, tensor)
+    return found
 
 
 def _is_empty(value: object) -> bool:

@@ -285,7 +285,7 @@ def infer_auto_device_map(
     if verbose:
         print("\n".join(plan.notes))  # noqa: T201 - the user asked to see it
     device_map = plan.device_map
-    if not offload_buffers:
+    if not offload_buffers and any(not is_offload(device) for device in limits):
         _warn_about_buffers(model, plan, limits, compute_module_sizes(model, dtype, special_dtypes, buffers_only=True))
     check_tied_parameters_on_same_device(planner.tied_parameters, device_map)
     return clean_device_map(device_map) if clean_result else device_map

@@ -14,13 +14,15 @@ from .places import META
 from .store import offload_weight
 from .tensors import owner_of, set_module_tensor_to_device
 
-SCALES = "SCB"
-"""The last part of the name under which the scales of a quantised weight are stored."""
+_SCALES = "SCB"
+SCALES = (_SCALES, "weight_format")
+"""The last parts of names of what is stored beside a quantised weight, and read with it: its scales and its layout."""
+_WEIGHT = "weight"
 
 
 def scales_name(weight_name: str) -> str:
-    """Return the name of the scales that belong to a weight."""
-    return weight_name.replace("weight", SCALES)
+    """Return the name of the scales that belong to a weight; the empty name for other tensors, which have none."""
+    return f"{weight_name.removesuffix(_WEIGHT)}{_SCALES}" if weight_name.endswith(_WEIGHT) else ""
 
 
 def offload_quantised(
@@ -40,7 +42,7 @@ def offload_quantised(
     placed = owner._parameters[key] if key in owner._parameters else owner._buffers[key]
     if placed is None:
         return
-    scales = getattr(placed, SCALES, None)
+    scales = getattr(placed, _SCALES, None)
     offload_weight(placed.detach(), weight_name, offload_folder, index)
     if isinstance(scales, torch.Tensor):
         offload_weight(scales, scales_name(weight_name), offload_folder, index)

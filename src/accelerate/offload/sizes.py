@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from .._base.enums import CustomDtype
 from .._base.errors import ConfigurationError
-from .tensors import named_module_tensors
+from .tree import all_buffers, all_parameters, children_of, has_children, own_buffers, own_parameters
 
 Dtype: TypeAlias = str | torch.dtype | CustomDtype
 NamedParts: TypeAlias = Sequence[tuple[str, nn.Module | torch.Tensor]]
@@ -70,6 +71,8 @@ def tensor_size(
     name: str, tensor: torch.Tensor, dtype: Dtype | None, special_dtypes: Mapping[str, Dtype] | None
 ) -> int:
     """Return the bytes that a tensor will take once loaded as `dtype`, or as its entry in `special_dtypes`."""
+    if dtype is None and not special_dtypes:
+        return tensor.numel() * tensor.dtype.itemsize
     if special_dtypes is not None and name in special_dtypes:
         per_element = _element_size(special_dtypes[name])
     elif dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -93,7 +96,7 @@ def compute_module_sizes(
         buffers_only: Leave the parameters out.
     """
     tensors: Iterable[tuple[str, torch.Tensor]]
-    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    tensors = all_buffers(model) if buffers_only else chain(all_parameters(model), all_buffers(model))
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in tensors:
         size = tensor_size(name, tensor, dtype, special_dtypes)
@@ -120,10 +123,9 @@ def parts_of(
     if isinstance(module, torch.Tensor):
         return []
     prefix = f"{name}." if name else ""
-    found: list[tuple[str, nn.Module | torch.Tensor]] = [*module.named_parameters(recurse=False)]
-    found += module.named_children()
+    found: list[tuple[str, nn.Module | torch.Tensor]] = [*own_parameters(module), *children_of(module)]
     if buffers:
-        found += module.named_buffers(recurse=False)
+        found += own_buffers(module)
     return [(prefix + key, part) for key, part in found]
 
 
@@ -131,7 +133,7 @@ def is_splittable(module: nn.Module | torch.Tensor, no_split: Iterable[str]) -> 
     """Return whether the parts of a module may go to different devices."""
     if isinstance(module, torch.Tensor) or type(module).__name__ in no_split:
         return False
-    return next(module.children(), None) is not None
+    return has_children(module)
 
 
 def as_class_names(no_split_module_classes: str | Iterable[str] | None) -> set[str]:

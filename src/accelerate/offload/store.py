@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from .._base.errors import ConfigurationError
+from .mapped import FoundWeight, OpenFiles
 from .places import Place, as_device
 from .sizes import resolve_dtype
+from .tensors import identity_in_memory
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
@@ -43,11 +45,8 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Weig
 
     The file is mapped, so its bytes are read when they are used; writing to the tensor does not change the file.
     """
-    shape, dtype = tuple(weight_info["shape"]), resolve_dtype(weight_info["dtype"])
-    count = torch.Size(shape).numel()
-    if count == 0:  # an empty file cannot be mapped
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_file(os.fspath(weight_file), shared=False, size=count, dtype=dtype).reshape(shape)
+    found = OpenFiles().find_raw(weight_file, tuple(weight_info["shape"]), resolve_dtype(weight_info["dtype"]))
+    return found.tensor
 
 
 def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -148,6 +147,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = read_offload_index(save_folder)
         self.index: Mapping[str, Any] = {} if index is None else index
         self.device = device
+        self._files = OpenFiles()
         self.all_keys = list(dict.fromkeys((*self.state_dict, *self.index)))
         self.aliases: dict[str, str] = {}
 
@@ -159,27 +159,53 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 self.aliases.update({name: stored for name in group if name not in self})
         self.all_keys = list(dict.fromkeys((*self.all_keys, *self.aliases)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": None}  # a mapping belongs to one process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _files=OpenFiles())
+
     def __getitem__(self, key: str) -> torch.Tensor:
+        found = self.find(key, self._files)
+        if found.file is None:
+            return found.tensor
+        found.file.check()
+        device = None if self.device is None or not self._is_in_safetensors(key) else as_device(self.device)
+        return found.tensor.to(device, found.dtype)
+
+    def _is_in_safetensors(self, key: str) -> bool:
+        return self.index[self.aliases.get(key, key)].get("safetensors_file") is not None
+
+    def origin(self, key: str) -> tuple[Mapping[str, Any], str, Any]:
+        """Return the table that a weight is listed in, its name there, and its entry."""
+        key = self.aliases.get(key, key)
+        table: Mapping[str, Any] = self.state_dict if key in self.state_dict else self.index
+        return table, key, table[key]
+
+    def find(self, key: str, files: OpenFiles) -> FoundWeight:
+        """Return a weight as it is stored, with what is known about it.
+
+        Args:
+            files: Where the files that are mapped for it are kept.
+
+        Raises:
+            KeyError: If there is no such weight.
+            ConfigurationError: If its file is missing, cut off or another one.
+        """
         key = self.aliases.get(key, key)
         if key in self.state_dict:
-            return self.state_dict[key]
+            held = self.state_dict[key]
+            return FoundWeight(held, held.dtype)
         entry: WeightInfo = self.index[key]
         if entry.get("safetensors_file") is not None:
-            return self._from_safetensors(key, entry)
+            dtype = resolve_dtype(entry["dtype"]) if "dtype" in entry else None
+            return files.find_in_safetensors(entry["safetensors_file"], entry.get("weight_name", key), dtype)
         if self.save_folder is None:
             raise ConfigurationError(
                 f"The index has {key!r} as a raw file, and no save_folder says where that file lies. "
                 "Pass the folder that the weights were offloaded to."
             )
-        return load_offloaded_weight(_raw_file(self.save_folder, key), entry)
-
-    def _from_safetensors(self, key: str, entry: WeightInfo) -> torch.Tensor:
-        from safetensors import safe_open
-
-        device = "cpu" if self.device is None else str(as_device(self.device))
-        with safe_open(entry["safetensors_file"], framework="pt", device=device) as weights:
-            tensor: torch.Tensor = weights.get_tensor(entry.get("weight_name", key))
-        return tensor.to(resolve_dtype(entry["dtype"])) if "dtype" in entry else tensor
+        return files.find_raw(_raw_file(self.save_folder, key), tuple(entry["shape"]), resolve_dtype(entry["dtype"]))
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index or key in self.aliases
@@ -189,3 +215,21 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+    def identity(self, key: str) -> Hashable:
+        """Return what two names of one weight have in common, without reading it."""
+        key = self.aliases.get(key, key)
+        if key in self.state_dict:
+            return identity_of_stored(self.state_dict, key)
+        entry: WeightInfo = self.index[key]
+        file = entry.get("safetensors_file")
+        return (id(self), key) if file is None else (os.fspath(file), entry.get("weight_name", key))
+
+
+def identity_of_stored(weights: Mapping[str, torch.Tensor], key: str) -> Hashable | None:
+    """Return what two names of one stored weight have in common; None where only reading them would tell."""
+    if isinstance(weights, PrefixedDataset):
+        return identity_of_stored(weights.dataset, f"{weights.prefix}{key}")
+    if isinstance(weights, OffloadedWeightsLoader):
+        return weights.identity(key)
+    return identity_in_memory(weights[key]) if isinstance(weights, dict) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -77,6 +77,16 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
+def identity_in_memory(tensor: torch.Tensor) -> Hashable | None:
+    """Return what two names of one tensor have in common, None for a tensor without data.
+
+    Different parts of one memory are different tensors.
+    """
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def address_of(tensor: object) -> int | None:
     """Return where the data of a tensor lies, or None where it has no memory of its own."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
@@ -124,7 +134,7 @@ def set_module_tensor_to_device(
     with torch.no_grad():
         new = _converted(old, target, value, _target_dtype(old, value, dtype), non_blocking)
         if new is not old:
-            _store(owner, name, new if name in owner._buffers else _as_parameter(old, new, target))
+            _store(owner, name, new if name in owner._buffers else as_parameter(old, new, target))
     placed = owner._parameters[name] if name in owner._parameters else owner._buffers[name]
     if fp16_statistics is not None and placed is not None:
         placed.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]  # read by 8-bit linear layers
@@ -146,11 +156,21 @@ def _check_replacement(name: str, old: torch.Tensor | None, target: torch.device
             f"{name!r} is on the meta device, which holds no data, so there is nothing to put on {str(target)!r}. "
             "Pass its content as `value`."
         )
-    if value is None or old is None or type(old).__name__ in _REBUILD:
+    if value is not None:
+        check_shape(name, old, tuple(value.shape))
+
+
+def check_shape(name: str, old: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    """Check that a value of a shape can take the place of a tensor.
+
+    Raises:
+        ConfigurationError: If the shapes differ.
+    """
+    if old is None or type(old).__name__ in _REBUILD:
         return
-    if tuple(value.shape) != tuple(old.shape):
+    if shape != tuple(old.shape):
         raise ConfigurationError(
-            f"A value of shape {tuple(value.shape)!r} was given for {name!r}, whose shape is {tuple(old.shape)!r}: "
+            f"A value of shape {shape!r} was given for {name!r}, whose shape is {tuple(old.shape)!r}: "
             "the checkpoint belongs to another configuration of the model. Build the model with the sizes of the checkpoint."
         )
 
@@ -180,12 +200,17 @@ def _converted(
     return value.to(target, dtype, non_blocking=non_blocking)
 
 
-def _as_parameter(old: torch.Tensor | None, new: torch.Tensor | None, target: torch.device) -> torch.Tensor | None:
+def as_parameter(old: torch.Tensor | None, new: torch.Tensor | None, target: torch.device) -> torch.Tensor | None:
     """Make `new` a parameter of the class, the flags and the attributes of `old`."""
     if new is None or old is None:
         return None if new is None else nn.Parameter(new, requires_grad=new.is_floating_point())
     rebuild = _REBUILD.get(type(old).__name__, _same_class)
     return rebuild(old, new, target)
+
+
+def is_rebuilt(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a class that quantises on its way to a device."""
+    return type(tensor).__name__ in _REBUILD
 
 
 def _same_class(old: torch.Tensor, new: torch.Tensor, target: torch.device) -> torch.Tensor:

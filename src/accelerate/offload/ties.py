@@ -9,14 +9,19 @@ import torch
 from torch import nn
 
 from .tensors import TiedCache, address_of, owner_of
+from .tree import all_parameters
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names under which one and the same parameter is found, each group sorted."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+    first: dict[int, str] = {}
+    groups: dict[int, list[str]] = {}
+    for name, parameter in all_parameters(model, shared_once=False):
+        # A list for every parameter would keep the garbage collector busy on a large model.
+        known = first.setdefault(id(parameter), name)
+        if known is not name:
+            groups.setdefault(id(parameter), [known]).append(name)
+    return sorted(sorted(group) for group in groups.values())
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:

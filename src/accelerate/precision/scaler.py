@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.torch_private import is_unscaled
+from ..runtime.torch_private import is_unscaled, overflow_flags
 
 
 class SharedGradScaler(torch.amp.GradScaler):
@@ -18,6 +18,9 @@ class SharedGradScaler(torch.amp.GradScaler):
     optimizer the update follows its step; with several it waits until each has stepped, or until the next loss is
     scaled or the scale is looked at.
     """
+
+    agree_on_overflow = False
+    """Take an overflow on one rank as one on all, where each rank holds a part of the gradients."""
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)
@@ -45,6 +48,19 @@ class SharedGradScaler(torch.amp.GradScaler):
         if self._stepped:
             self.flush()
         return super().scale(outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, and learn whether any overflowed."""
+        super().unscale_(optimizer)
+        if self.agree_on_overflow:
+            for flag in overflow_flags(self, optimizer):
+                torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step an optimizer unless a gradient overflowed."""
+        if self.agree_on_overflow and not is_unscaled(self, optimizer):
+            self.unscale_(optimizer)  # a fused optimizer would unscale by itself, and look at this rank only
+        return super().step(optimizer, *args, **kwargs)
 
     def get_scale(self) -> float:
         """Return the scale."""

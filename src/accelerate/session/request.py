@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._base.errors import WrongTypeError
 from ..config import env
+from ..config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 
 _ENGINE_SWITCHES = {
     "deepspeed": "ACCELERATE_USE_DEEPSPEED",
@@ -32,4 +34,18 @@ class EngineRequest:
         switched_on = (name for name, switch in _ENGINE_SWITCHES.items() if env.flag(switch))
         engines = dict.fromkeys(switched_on)
         engines.update({name: plugin for name, plugin in plugins.items() if plugin is not None})
+        if "fsdp" in engines:
+            engines["fsdp"] = _fsdp_plugin(engines["fsdp"])
         return cls(engines, parallelism)
+
+
+def _fsdp_plugin(given: Any) -> FullyShardedDataParallelPlugin:
+    """Return the plugin that was given, or one made from the launcher's variables."""
+    if given is None:
+        return FullyShardedDataParallelPlugin()
+    if not isinstance(given, FullyShardedDataParallelPlugin):
+        raise WrongTypeError(
+            f"fsdp_plugin={given!r} is a {type(given).__name__}, which says nothing of sharding. "
+            "Pass a FullyShardedDataParallelPlugin(...)."
+        )
+    return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,10 +11,22 @@ import torch
 
 from .._base.choice import Choice
 from .._base.enums import DistributedType, DynamoBackend
+from ..checkpointing.parts import (
+    LoaderPart,
+    ModelPart,
+    OptimizerPart,
+    Part,
+    Prepared,
+    ScalerPart,
+    SchedulerPart,
+)
 from ..config.sections.dynamo import TorchDynamoPlugin
 from ..config.sections.handlers import DistributedDataParallelKwargs
+from ..config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from ..data_loader.plan import data_shard
 from ..parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
 from ..parallel.unwrap import extract_model_from_parallel
+from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime.runtime import Runtime
 from ..session.request import EngineRequest
@@ -30,11 +42,17 @@ class Capabilities:
         replicates: Every rank holds the whole model and gradients are averaged between ranks.
         joinable: Ranks may have different numbers of batches under `join_uneven_inputs`.
         clips_by_value: Gradients can be clipped element by element.
+        shards: Each rank holds a part of the weights.
+        holds_back_gradients: The exchange of gradients can wait until a window closes.
+        hides_open_gradients: Gradients are not in the parameters until they were exchanged.
     """
 
     replicates: bool = False
     joinable: bool = False
     clips_by_value: bool = True
+    shards: bool = False
+    holds_back_gradients: bool = False
+    hides_open_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,8 @@ class StrategyContext:
     precision: Precision
     dynamo: TorchDynamoPlugin
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    parallelism: ParallelismConfig | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
 
 
 class Strategy:
@@ -108,17 +128,23 @@ class Strategy:
         """Put the engine's wrapper around a model."""
         return model
 
+    @property
+    def compiles(self) -> bool:
+        """Return whether models are compiled."""
+        dynamo = self.context.dynamo
+        return dynamo.backend != DynamoBackend.NO and not dynamo.disable
+
     def compile_blocks(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile repeated blocks one by one, where that was asked for."""
         dynamo = self.context.dynamo
-        if not _compiles(dynamo) or not dynamo.use_regional_compilation or has_compiled_regions(model):
+        if not self.compiles or not dynamo.use_regional_compilation or has_compiled_regions(model):
             return model
         return compile_regions(model, **dynamo.to_kwargs())
 
     def compile_whole(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile the model as a whole, where that was asked for."""
         dynamo = self.context.dynamo
-        if not _compiles(dynamo) or dynamo.use_regional_compilation or is_compiled_module(model):
+        if not self.compiles or dynamo.use_regional_compilation or is_compiled_module(model):
             return model
         return compile_module(model, **dynamo.to_kwargs())
 
@@ -148,10 +174,34 @@ class Strategy:
         """Return all weights of a model, gathered where they are sharded."""
         return (extract_model_from_parallel(model) if unwrap else model).state_dict()
 
+    def checkpoint_parts(self, prepared: Prepared) -> list[Part]:
+        """Return what is saved of the prepared objects and the gradient scaler, in the order in which it is restored."""
+        safe, rank = prepared.safe_serialization, self.runtime.rank
+        parts: list[Part] = []
+        parts += [ModelPart(model, i, safe_serialization=safe) for i, model in enumerate(prepared.models)]
+        parts += [OptimizerPart(optimizer, i) for i, optimizer in enumerate(prepared.optimizers)]
+        parts += [SchedulerPart(scheduler, i) for i, scheduler in enumerate(prepared.schedulers)]
+        parts += [
+            LoaderPart(loader, i, rank=rank, restores=prepared.restore_positions, others=prepared.loaders)
+            for i, loader in enumerate(prepared.loaders)
+        ]
+        if self.precision.scaler is not None:
+            parts.append(ScalerPart(self.precision.scaler))
+        return parts
+
     def data_shard(self) -> tuple[int, int]:
-        """Return which share of the data this process reads, and of how many."""
-        return self.runtime.rank, self.runtime.world_size
+        """Return which share of the data this process reads, and of how many; ranks of one model read the same."""
+        layout = self.context.parallelism
+        sizes = {} if layout is None or layout.device_mesh is None else layout.sizes
+        return data_shard(self.runtime.rank, self.runtime.world_size, sizes)
 
+    def replaced(
+        self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]
+    ) -> dict[torch.nn.Parameter, torch.nn.Parameter | None]:
+        """Return what stands in for the parameters that preparation took away; None for one trained elsewhere.
 
-def _compiles(dynamo: TorchDynamoPlugin) -> bool:
-    return dynamo.backend != DynamoBackend.NO and not dynamo.disable
+        torch keeps a parameter's identity in a move between most devices, but not to those whose tensors are of
+        another kind (XLA, meta), nor when it is split over ranks.
+        """
+        pairs = zip(before, after, strict=False)
+        return {old: new for old, new in pairs if old is not new and old.shape == new.shape}

@@ -21,7 +21,7 @@ class DDPStrategy(Strategy):
     """torch's `DistributedDataParallel` on any hardware that has a process group."""
 
     name: ClassVar[str] = "ddp"
-    caps: ClassVar[Capabilities] = Capabilities(replicates=True, joinable=True)
+    caps: ClassVar[Capabilities] = Capabilities(replicates=True, joinable=True, holds_back_gradients=True)
 
     @classmethod
     def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from .._base.choice import Choice
@@ -12,7 +14,33 @@ from ..session.request import EngineRequest
 from .base import Strategy
 from .ddp import DDPStrategy
 
-_STRATEGIES: list[type[Strategy]] = [DDPStrategy, Strategy]
+
+@dataclass(frozen=True)
+class _Deferred:
+    """A strategy that is imported when a run may need it: what it needs of torch takes a second to load.
+
+    Args:
+        home: The module, in this folder.
+        engine: The engine whose plugin selects it; None where a layout of the ranks does.
+    """
+
+    home: str
+    name: str
+    engine: str | None = None
+
+    def load(self) -> type[Strategy]:
+        """Import the strategy."""
+        strategy: type[Strategy] = getattr(import_module(self.home, __package__), self.name)
+        return strategy
+
+
+_STRATEGIES: list[type[Strategy] | _Deferred] = [
+    _Deferred(".fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
+    _Deferred(".fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
+    _Deferred(".parallel", "ParallelStrategy"),
+    DDPStrategy,
+    Strategy,
+]
 _PLUGINS = "accelerate.strategies"
 
 
@@ -34,8 +62,23 @@ def _load_plugins() -> None:
 
 def all_strategies() -> tuple[type[Strategy], ...]:
     """Return every known strategy, in the order in which they are asked."""
+    return tuple(_loaded(entry) for entry in _entries())
+
+
+def _entries() -> list[type[Strategy] | _Deferred]:
     _load_plugins()
-    return tuple(_STRATEGIES)
+    return _STRATEGIES
+
+
+def _loaded(entry: type[Strategy] | _Deferred) -> type[Strategy]:
+    return entry.load() if isinstance(entry, _Deferred) else entry
+
+
+def _concerns(entry: type[Strategy] | _Deferred, request: EngineRequest) -> bool:
+    """Return whether a strategy is to be asked: that of the engine, or without one all that need none."""
+    if entry.engine is not None or request.engines:
+        return entry.engine in request.engines
+    return not isinstance(entry, _Deferred) or request.parallelism is not None
 
 
 def require_known(request: EngineRequest) -> None:
@@ -44,7 +87,7 @@ def require_known(request: EngineRequest) -> None:
     Raises:
         ConfigurationError: If there is no such strategy, or several engines were asked for.
     """
-    known = {strategy.engine for strategy in all_strategies() if strategy.engine is not None}
+    known = {entry.engine for entry in _entries() if entry.engine is not None}
     for engine in request.engines:
         if engine not in known:
             raise ConfigurationError(
@@ -56,22 +99,39 @@ def require_known(request: EngineRequest) -> None:
         raise ConfigurationError(
             f"The engines {sorted(request.engines)!r} were asked for together, but one run has one engine. Give one."
         )
+    if request.parallelism is not None:
+        _check_axes(request)
+
+
+def _check_axes(request: EngineRequest) -> None:
+    """Refuse axes that need an engine that was not asked for, or that the one asked for does not know."""
     sizes = request.parallelism
-    if sizes is not None and sizes.non_data_parallel_size > 1 and "fsdp" not in known:
+    if (sizes.dp_shard_enabled or sizes.sp_enabled) and not request.engines:
         raise ConfigurationError(
-            f"{sizes!r} splits the model over {sizes.non_data_parallel_size} ranks, but this installation has no "
-            "strategy that shards a model. Use dp_replicate_size alone."
+            f"dp_shard_size={sizes.dp_shard_size}, sp_size={sizes.sp_size} were given, but nothing that shards. Pass "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) for dp_shard_size or a deepspeed_plugin for "
+            "sp_size, or use dp_replicate_size, tp_size, cp_size and pp_size."
+        )
+    if sizes.pp_enabled and request.engines:
+        raise ConfigurationError(
+            f"pp_size={sizes.pp_size} was given with the engine {next(iter(request.engines))!r}, which does not know "
+            "stages. Leave the engine out and combine pp_size with dp_replicate_size, or set pp_size=1."
+        )
+    version = getattr(request.engines.get("fsdp"), "fsdp_version", None)
+    if version == 1 and (sizes.tp_enabled or sizes.cp_enabled):
+        raise ConfigurationError(
+            f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size} were given with version 1 of FSDP, which shards whole "
+            "layers over all ranks. Write FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
 
 
 def select(request: EngineRequest, runtime: Runtime) -> Choice[type[Strategy]]:
     """Choose the strategy: that of the engine asked for, else the first that takes the run."""
     require_known(request)
-    for strategy in all_strategies():
-        if strategy.engine is not None and strategy.engine not in request.engines:
+    for entry in _entries():
+        if not _concerns(entry, request):
             continue
-        if request.engines and strategy.engine is None:
-            continue
+        strategy = _loaded(entry)
         answer = strategy.selected(request, runtime)
         if answer.value:
             return Choice(strategy, answer.reason)

@@ -11,11 +11,14 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+    from accelerate.utils.ao import *  # noqa: F403
+    from accelerate.utils.bnb import *  # noqa: F403
     from accelerate.utils.constants import *  # noqa: F403
     from accelerate.utils.dataclasses import *  # noqa: F403
     from accelerate.utils.environment import *  # noqa: F403
     from accelerate.utils.fsdp_utils import *  # noqa: F403
     from accelerate.utils.imports import *  # noqa: F403
+    from accelerate.utils.launch import *  # noqa: F403
     from accelerate.utils.memory import *  # noqa: F403
     from accelerate.utils.modeling import *  # noqa: F403
     from accelerate.utils.offload import *  # noqa: F403
@@ -24,14 +27,20 @@ if TYPE_CHECKING:
     from accelerate.utils.random import *  # noqa: F403
     from accelerate.utils.versions import *  # noqa: F403
 else:
-    _MODULES = (
-        "constants dataclasses environment fsdp_utils imports memory modeling offload operations other random versions"
-    )
+    _MODULES = "ao bnb constants dataclasses environment fsdp_utils imports launch memory modeling offload operations other random versions"
     _TABLE = {
         **{name: f"accelerate.utils.{name}" for name in _MODULES.split()},
         **by_home(
             {
                 "accelerate.parallelism_config": "ParallelismConfig",
+                "accelerate.utils.ao": (
+                    "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
+                    "find_first_last_linear_layers has_ao_layers"
+                ),
+                "accelerate.utils.bnb": (
+                    "get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers "
+                    "load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers"
+                ),
                 "accelerate.utils.constants": (
                     "BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION "
                     "BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION "
@@ -56,6 +65,7 @@ else:
                     "MODEL_CONFIGS_TO_MEGATRON_PARSERS MSAMPRecipeKwargs MegatronLMPlugin OptLevel PrecisionType "
                     "ProfileKwargs ProfilerActivity ProjectConfiguration RNGType SageMakerDistributedType "
                     "TERecipeKwargs TensorInformation TorchContextParallelConfig TorchDynamoPlugin "
+                    "TorchPipelineParallelConfig "
                     "TorchTensorParallelConfig TorchTensorParallelPlugin add_model_config_to_megatron_parser "
                     "get_module_class_from_name parse_bert_config parse_glm4_moe_config parse_gpt2_config "
                     "parse_llama_config parse_t5_config"
@@ -68,8 +78,11 @@ else:
                     "purge_accelerate_environment set_numa_affinity str_to_bool"
                 ),
                 "accelerate.utils.fsdp_utils": (
-                    "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading load_fsdp_model "
-                    "load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+                    "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied "
+                    "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict "
+                    "fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
+                    "get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model load_fsdp_optimizer "
+                    "merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
                 ),
                 "accelerate.utils.imports": (
                     "USE_TORCH_XLA deepspeed_required is_4bit_bnb_available is_8bit_bnb_available is_aim_available "
@@ -88,6 +101,10 @@ else:
                     "is_transformer_engine_mxfp8_available is_transformers_available is_triton_available "
                     "is_wandb_available is_weights_only_available is_xccl_available is_xpu_available "
                     "torchao_required"
+                ),
+                "accelerate.utils.launch": (
+                    "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+                    "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu"
                 ),
                 "accelerate.utils.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
                 "accelerate.utils.modeling": (

@@ -51,6 +51,7 @@ from accelerate.config.sections.plugins_parallel import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
 from accelerate.config.sections.plugins_parallel import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.config.sections.plugins_parallel import TorchPipelineParallelConfig as TorchPipelineParallelConfig
 from accelerate.config.sections.plugins_parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accelerate.config.sections.plugins_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig as BnbQuantizationConfig

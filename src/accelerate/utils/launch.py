@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..commands.launch_environment import (
+from ..launchers.entry import PrepareForLaunch
+from ..launchers.environment import (
     _filter_args,
     env_var_path_add,
     prepare_deepspeed_cmd_env,
@@ -13,7 +14,6 @@ from ..commands.launch_environment import (
     prepare_tpu,
     setup_fp8_env,
 )
-from ..launchers.entry import PrepareForLaunch
 
 __all__ = [
     "PrepareForLaunch",

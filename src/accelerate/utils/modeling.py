@@ -8,7 +8,6 @@ from accelerate.offload.device_map import check_tied_parameters_on_same_device a
 from accelerate.offload.device_map import clean_device_map as clean_device_map
 from accelerate.offload.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.offload.loading import load_offloaded_weights as load_offloaded_weights
-from accelerate.offload.loading import load_state_dict as load_state_dict
 from accelerate.offload.memory import get_balanced_memory as get_balanced_memory
 from accelerate.offload.memory import get_max_memory as get_max_memory
 from accelerate.offload.offloaded import align_module_device as align_module_device
@@ -33,6 +32,7 @@ from accelerate.offload.tensors import set_module_tensor_to_device as set_module
 from accelerate.offload.ties import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accelerate.offload.ties import find_tied_parameters as find_tied_parameters
 from accelerate.offload.ties import retie_parameters as retie_parameters
+from accelerate.offload.weight_files import load_state_dict as load_state_dict
 from accelerate.parallel.describe import is_peft_model as is_peft_model
 from accelerate.precision.current import get_grad_scaler as get_grad_scaler
 from accelerate.precision.current import get_mixed_precision_context_manager as get_mixed_precision_context_manager

@@ -24,6 +24,7 @@ from accelerate.devices import registry
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import current
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 
 
 def parts() -> tuple[Any, Any, Any, Any]:
@@ -126,7 +127,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
     ({"kwargs_handlers": [MSAMPRecipeKwargs()]}, "MSAMPRecipeKwargs was given with mixed_precision='no'"),
     ({"mixed_precision": "fp4"}, "mixed_precision='fp4'"),
-    ({"fsdp_plugin": object(), "megatron_lm_plugin": object()}, "engine"),
+    ({"fsdp_plugin": FullyShardedDataParallelPlugin(), "megatron_lm_plugin": object()}, "engine"),
     ({"megatron_lm_plugin": object()}, "The engine 'megatron' was asked for"),
     ({"deepspeed_plugin": object(), "deepspeed_plugins": object()}, "are one argument"),
 ]

@@ -145,6 +145,8 @@ def test_quantised_weights_are_noted(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["nobody/no-such-model"], "Pass a folder or file with weights"),
         (["not a name"], "Pass a folder or file with weights"),
         (["{tmp}", "--num_processes", "0"], "--num_processes 0"),
+        (["{tmp}", "--tp", "0"], "--tp 0"),
+        (["{tmp}", "--num_processes", "6", "--fsdp", "2", "--tp", "2"], "Give a multiple of 4"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(
@@ -325,3 +327,64 @@ def test_an_unknown_library_is_refused() -> None:
 def test_a_model_is_built_without_memory(tmp_path: Path) -> None:
     model = estimate.create_empty_model(str(write_config(tmp_path, "BertModel")), "transformers")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def blocks(folder: Path, count: int = 6) -> Path:
+    """Write a file of equal blocks, 4000 bytes each, between an embedding and a head that are as large."""
+    names = ["embed.weight", *(f"layers.{index}.fc.weight" for index in range(count)), "head.weight"]
+    save_file({name: torch.zeros(1000) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_plan_fills_the_places_in_order_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = report(capsys, str(blocks(tmp_path)), "--plan", "--max_memory", "0=10000", "cpu=14000")["plan"]
+    assert plan["memory"] == {"0": 10000, "cpu": 14000}
+    found = {part["modules"]: (part["place"], part["bytes"]) for part in plan["parts"]}
+    # The accelerator and the CPU keep room for a layer that visits them.
+    assert found["embed"] == (0, 4000)
+    assert [place for place, _ in found.values()] == sorted(
+        [place for place, _ in found.values()], key=lambda place: [0, "cpu", "disk"].index(place)
+    )
+    assert sum(size for _, size in found.values()) == 8 * 4000
+    assert plan["parts"][-1]["place"] == "disk"
+    assert plan["parts"][0]["reason"] == "3.91 KB fit in 5.86 KB"
+    assert plan["parts"][-1]["reason"].startswith("cpu is full since layers.")
+
+
+def test_a_plan_in_a_smaller_dtype_needs_less_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(blocks(tmp_path))
+    for options, places in (((), {"cpu", "disk"}), (("float16",), {"cpu"})):
+        plan = report(capsys, folder, "--plan", *options, "--max-memory", "cpu=20000")["plan"]
+        assert {part["place"] for part in plan["parts"]} == places
+
+
+def test_a_plan_of_this_machine_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate-memory", str(blocks(tmp_path)), "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "Places of the weights as stored, with room on " in printed
+    for words in ("module", "size", "place", "why", "layers", "23.44 KB", "fit in"):
+        assert words in printed
+
+
+def test_blocks_of_one_place_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = report(capsys, str(blocks(tmp_path)), "--plan", "--max-memory", "cpu=0KB")["plan"]
+    assert [part["modules"] for part in plan["parts"]] in (["embed", "head", "layers"], ["embed", "layers", "head"])
+    split = report(capsys, str(blocks(tmp_path)), "--plan", "--max-memory", "cpu=20KB")["plan"]
+    rows = {part["modules"]: part for part in split["parts"]}
+    joined = [name for name in rows if name.startswith("layers.") and "-" in name]
+    assert len(joined) == 2
+    assert sum(rows[name]["bytes"] for name in joined) == 6 * 4000
+
+
+def test_a_plan_follows_the_blocks_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path, "GPT2LMHeadModel")
+    plan = report(capsys, str(folder), "--plan", "--max-memory", "cpu=40KB")["plan"]
+    whole = {f"transformer.h.{index}" for index in (0, 1)}
+    named = {name for part in plan["parts"] for name in [part["modules"]] if name.startswith("transformer.h.")}
+    assert named <= whole | {"transformer.h.0-1"}
+
+
+def test_memory_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    args = estimate.estimate_command_parser().parse_args([str(blocks(tmp_path)), "--plan", "--max-memory", "cpu"])
+    with pytest.raises(ConfigurationError, match="0=10GB or cpu=32GB"):
+        estimate.estimate_command(args)

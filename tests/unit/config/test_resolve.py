@@ -267,6 +267,11 @@ def test_a_job_on_sagemaker_is_marked(tmp_path: Path) -> None:
         (["--num_processes", "8"], GPUS, ["4 of type cuda", "--num_processes 4"]),
         (["--gpu_ids", "0", "--multi_gpu", "--num_processes", "2"], GPUS, ["gpu_ids='0'", "names 1 accelerator"]),
         (["--use_parallelism_config"], GPUS, ["--use_fsdp --fsdp_version 2"]),
+        (
+            ["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"],
+            GPUS,
+            ["--use_fsdp --fsdp_version 2"],
+        ),
         (["--use_parallelism_config", "--use_fsdp"], GPUS, ["fsdp_version=1 (default)", "--fsdp_version 2"]),
         (["--use_fsdp", "--fsdp_sync_module_states", "false"], GPUS, ["fsdp_cpu_ram_efficient_loading=True"]),
     ],
@@ -278,6 +283,13 @@ def test_what_cannot_work_is_refused_with_values_origins_and_remedy(
     for word in words:
         assert word in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "dp_replicate"])
+def test_axes_that_do_not_shard_need_no_engine(axis: str) -> None:
+    size = f"parallelism_config_{axis}_size"
+    config = launch("--use_parallelism_config", f"--{size}", "2", "--num_processes", "2", machine=GPUS)
+    assert config[size] == 2
 
 
 def test_a_file_for_eight_gpus_on_a_machine_without_any_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,29 @@ def test_shares_agree_with_batches(samples: int, batch_size: int, count: int, ev
             assert batch[: share.real] == list(range(first, min(first + batch_size, samples)))
 
 
+@given(
+    samples=st.integers(0, 40),
+    batch_size=sizes,
+    count=sizes,
+    split=st.booleans(),
+    even=st.booleans(),
+    drop_last=st.booleans(),
+    start=st.integers(0, 45),
+)
+@settings(max_examples=500, deadline=None)
+def test_the_number_of_batches_is_known_beforehand(
+    samples: int, batch_size: int, count: int, split: bool, even: bool, drop_last: bool, start: int
+) -> None:
+    size = batch_size * count if split else batch_size
+    inner = BatchSampler(SequentialSampler(range(samples)), size, drop_last)
+    for rank in range(count):
+        shard = BatchSamplerShard(inner, count, rank, split, even)
+        rounds = shard.rounds(start)
+        assert shard.has_exact_length
+        assert rounds is not None
+        assert rounds.batches(rank) == len(list(shard.iterate(start)))
+
+
 @given(total=st.integers(0, 60), parts=st.integers(1, 9))
 def test_near_equal_pieces_are_consecutive(total: int, parts: int) -> None:
     pieces = [near_equal(total, parts, index) for index in range(parts)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from accelerate.data_loader import (
     BatchSamplerShard,
@@ -38,6 +38,37 @@ def test_flags_during_and_after_the_loop() -> None:
     assert during == [(False, False, 1, True)] * 3 + [(True, True, 1, True)]
     assert not clock.in_dataloader
     assert (loader.end_of_dataloader, loader.remainder, loader.iteration) == (True, 1, 1)
+
+
+class Reads(Dataset[int]):
+    """Numbers that note when they are read."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.read = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.read += 1
+        return index
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_no_batch_is_read_before_it_is_wanted(shuffle: bool) -> None:
+    data = Reads(10)
+    loader = prepare_data_loader(DataLoader(data, batch_size=3, shuffle=shuffle))
+    read = [(data.read, loader.end_of_dataloader) for _ in loader]
+    assert read == [(3, False), (6, False), (9, False), (10, True)]
+
+
+def test_a_sampler_that_miscounts_does_not_miss_the_end() -> None:
+    class Short(SequentialSampler):
+        def __len__(self) -> int:
+            return 100
+
+    loader = prepare_data_loader(DataLoader(range(10), batch_size=3, sampler=Short(range(10))))
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, False, True]
 
 
 def test_leaving_the_loop_leaves_no_loader_active() -> None:

@@ -68,6 +68,27 @@ def test_one_process_that_is_to_be_restarted_gets_an_agent() -> None:
     assert plan.elastic == ElasticOptions(1, max_restarts=3, local_addr="127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("given", "environment", "seconds"),
+    [
+        ({}, {}, 30.0),
+        ({}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 7.0),
+        ({"preemption_grace": 90.0}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, 90.0),
+    ],
+)
+def test_time_to_save(given: dict[str, Any], environment: dict[str, str], seconds: float) -> None:
+    plan = plan_of(num_processes=2, environment=environment, **given)
+    assert plan.elastic is not None
+    assert plan.elastic.seconds_to_end == seconds
+
+
+def test_workers_are_told_to_resume() -> None:
+    assert only(plan_of(num_processes=2, auto_resume=True), "ACCELERATE_AUTO_RESUME") == {
+        "ACCELERATE_AUTO_RESUME": "true"
+    }
+    assert only(plan_of(num_processes=2), "ACCELERATE_AUTO_RESUME") == {"ACCELERATE_AUTO_RESUME": None}
+
+
 # --- several processes here -------------------------------------------------------------------------------------------
 
 
@@ -301,6 +322,7 @@ def test_a_batch_script_asks_srun() -> None:
         *(PYTHON, "-m", "accelerate.commands.launch", "--num_processes", "24", "train.py"),
     )
     assert "--num_machines 1" in plan.notes[0]
+    assert plan.seconds_to_end == 35
     assert plan_of(environment=around, num_processes=24, num_machines=1).mode == "elastic"
 
 

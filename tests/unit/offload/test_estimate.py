@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.estimate import Model, TrainingMemory, per_rank, training_memory
+from accelerate.offload.estimate import Model, TrainingMemory, in_layout, per_rank, training_memory
 from accelerate.offload.inventory import layer_of, read_tensors, tensors_of_model, weight_files
 from accelerate.offload.sizes import calculate_maximum_sizes
 
@@ -228,3 +228,20 @@ def test_buffers_are_not_trained(tmp_path: Path) -> None:
 def test_what_cannot_be_trained_is_refused(folder: Path, dtype: str, processes: int) -> None:
     with pytest.raises(ConfigurationError, match=r"num_processes=0|'int8'"):
         per_rank(model_at(folder), dtype, processes)
+
+
+def test_splitting_cuts_matrices_and_sharding_cuts_what_is_left() -> None:
+    model = Model(tuple(tensors_of_model(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)))))
+    # 48 numbers in the matrix, 18 in vectors; statistics of 12 numbers and a counter are not trained.
+    untrained = 12 * 4 + 8
+    assert in_layout(model, "float32") == training_memory(model, "float32")
+    assert in_layout(model, "float32", tp=2) == TrainingMemory(42 * 4 + untrained, 42 * 4, 2 * 42 * 4)
+    assert in_layout(model, "float32", fsdp=2, tp=2).weights == (12 + 9) * 4 + untrained
+    assert in_layout(model, "float32", fsdp=2) == per_rank(model, "float32", 2)["FSDP"]
+    assert in_layout(model, "bfloat16", tp=2).working == 42 * 2
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [("float32", {"tp": 0}), ("float32", {"fsdp": -1}), ("int8", {"tp": 2})])
+def test_a_layout_that_cannot_train_is_refused(dtype: str, sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError):
+        in_layout(Model(()), dtype, **sizes)

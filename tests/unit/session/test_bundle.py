@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
 from accelerate.session.bundle import Bundle, Kind
 from accelerate.session.request import EngineRequest
+from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 
 
 def parts() -> list[Any]:
@@ -64,8 +65,10 @@ def test_classes_of_loaders() -> None:
 
 def test_engines_from_plugins_and_switches() -> None:
     assert EngineRequest.from_plugins(fsdp=None, deepspeed=None) == EngineRequest({}, None)
-    plugin = object()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert EngineRequest.from_plugins(fsdp=plugin).engines == {"fsdp": plugin}
-    with patch_environment(accelerate_use_fsdp="true"):
-        assert EngineRequest.from_plugins().engines == {"fsdp": None}
+    with pytest.raises(WrongTypeError, match="FullyShardedDataParallelPlugin"):
+        EngineRequest.from_plugins(fsdp="FULL_SHARD")
+    with patch_environment(accelerate_use_fsdp="true", fsdp_version="2"):
+        assert EngineRequest.from_plugins().engines["fsdp"].fsdp_version == 2
         assert EngineRequest.from_plugins(fsdp=plugin).engines == {"fsdp": plugin}

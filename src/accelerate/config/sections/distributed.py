@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accelerate.config.knob import INTEGER, NAMES, NUMBER, YES_NO, Ask, knob
+from accelerate.config.knob import INTEGER, NAMES, NUMBER, ON_TRUE, YES_NO, Ask, knob
 from accelerate.config.sections.asking import chooses_devices, machines_meet
 from accelerate.config.sections.launch_section import LaunchSection
 
@@ -65,6 +65,21 @@ class DistributedOptions(LaunchSection):
     rdzv_conf: str = knob("", help="Options of the meeting, as `key=value,key=value`.", yaml="", reader="elastic")
     max_restarts: int = knob(
         0, help="How often the workers are started anew after a failure.", codec=INTEGER, yaml="", reader="elastic"
+    )
+    auto_resume: bool = knob(
+        False,
+        help="Let `accelerator.epochs()` go on from the newest valid checkpoint of the project folder.",
+        codec=ON_TRUE,
+        env="ACCELERATE_AUTO_RESUME",
+        shape="switch",
+        yaml="",
+    )
+    preemption_grace: float = knob(
+        30.0,
+        help="Seconds that workers which read `accelerator.should_stop` have to save and end after SIGTERM.",
+        codec=NUMBER,
+        yaml="",
+        reader="elastic",
     )
     monitor_interval: float = knob(
         0.1, help="Seconds between two looks at the workers.", codec=NUMBER, yaml="", reader="elastic"

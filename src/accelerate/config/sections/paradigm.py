@@ -34,7 +34,7 @@ class ParadigmOptions(LaunchSection):
     )
     use_parallelism_config: bool = knob(
         False,
-        help="Lay the processes out on the axes given by --parallelism_config_*; needs FSDP 2 or DeepSpeed.",
+        help="Lay the processes out on the axes given by --parallelism_config_*; those that shard need FSDP 2 or DeepSpeed.",
         codec=ON_TRUE,
         env="ACCELERATE_USE_PARALLELISM_CONFIG",
         shape="switch",

@@ -93,3 +93,20 @@ class ParallelismOptions(LaunchSection):
         only_if=lambda config: config["parallelism_config_sp_size"] > 1,
         ask=Ask(),
     )
+    parallelism_config_pp_size: int = knob(
+        1, help="Stages of a pipeline that the layers are spread over.", codec=INTEGER, env="PARALLELISM_CONFIG_PP_SIZE"
+    )
+    parallelism_config_pp_schedule: str = knob(
+        "1f1b",
+        help="How the stages of a pipeline take turns.",
+        codec=word_of("1f1b", "gpipe"),
+        choices=("1f1b", "gpipe"),
+        env="PARALLELISM_CONFIG_PP_SCHEDULE",
+        only_if=lambda config: config["parallelism_config_pp_size"] > 1,
+    )
+    parallelism_config_pp_num_microbatches: int | None = knob(
+        help="Parts that a pipeline cuts a batch into; one a stage if not given.",
+        codec=INTEGER,
+        env="PARALLELISM_CONFIG_PP_NUM_MICROBATCHES",
+        only_if=lambda config: config["parallelism_config_pp_size"] > 1,
+    )

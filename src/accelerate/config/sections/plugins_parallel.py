@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate._base.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate._base.errors import ConfigurationError
@@ -37,12 +37,15 @@ class TorchTensorParallelConfig(Settings):
 
     Args:
         enable_async_tp: Communicate while computing; torch cannot do that yet in training, so it is left out.
+        plan: How each module is split: its dotted name, with `*` for any part of it, and the name of a style
+            (`"colwise"`, `"rowwise"`, ...) or a `ParallelStyle` of torch. The model's own `tp_plan` if None.
 
     Raises:
         ConfigurationError: The installed Transformers cannot split layers.
     """
 
     enable_async_tp: bool = knob(False, help="Communicate while computing.", codec=YES_NO)
+    plan: dict[str, Any] | None = None
 
     def normalise(self) -> None:
         """Check the version of Transformers, which does the splitting, and name what is left out."""
@@ -74,6 +77,31 @@ class TorchContextParallelConfig(Settings):
     """
 
     cp_comm_strategy: str = shared(ParallelismOptions, "parallelism_config_cp_comm_strategy", fallback="allgather")
+
+
+@dataclass
+class TorchPipelineParallelConfig(Settings):
+    """Say how the stages of a pipeline take turns.
+
+    Args:
+        schedule: `"1f1b"` (a stage begins backward passes as soon as it can, so that few activations are kept) or
+            `"gpipe"` (all forward passes come first).
+        num_microbatches: Parts that a batch is cut into; as many as there are stages if None.
+
+    Raises:
+        ConfigurationError: The schedule is not known, or there is no part.
+    """
+
+    schedule: str = shared(ParallelismOptions, "parallelism_config_pp_schedule", fallback="1f1b")
+    num_microbatches: int | None = shared(ParallelismOptions, "parallelism_config_pp_num_microbatches")
+
+    def normalise(self) -> None:
+        """Refuse a batch without parts."""
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            raise ConfigurationError(
+                f"TorchPipelineParallelConfig(num_microbatches={self.num_microbatches!r}) leaves nothing to compute. "
+                "Write a number from 1 on, or leave it out for one part a stage."
+            )
 
 
 @dataclass

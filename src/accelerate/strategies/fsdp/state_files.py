@@ -33,7 +33,7 @@ StateDict = dict[str, Any]
 FULL, LOCAL, SHARDED = "FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"
 
 
-def _kind(fsdp_plugin: Any) -> str:
+def kind_of(fsdp_plugin: Any) -> str:
     """Return the state dict type of a plugin, which holds it as text or as torch's enum."""
     given = fsdp_plugin.state_dict_type
     kind = str(getattr(given, "name", given)).rpartition(".")[2].upper()
@@ -155,7 +155,7 @@ def save_fsdp_model(
         return adapter_state_dict(model, found) if only_adapter and found else found
 
     files = _Files(Path(output_dir), FSDP_MODEL_NAME, model_index)
-    _write(files, _kind(fsdp_plugin), use_dcp, "model", state, accelerator)
+    _write(files, kind_of(fsdp_plugin), use_dcp, "model", state, accelerator)
 
 
 def load_fsdp_model(
@@ -171,7 +171,7 @@ def load_fsdp_model(
 
     A whole state dict is read by the first rank and sent to the others.
     """
-    kind = _kind(fsdp_plugin)
+    kind = kind_of(fsdp_plugin)
     only_adapter = adapter_only and is_peft_model(model)
 
     def present() -> StateDict:
@@ -248,5 +248,5 @@ def load_fsdp_optimizer(
 
 def _optimizer_kind(fsdp_plugin: Any) -> str:
     # A local state dict is a matter of the weights; the optimizer of such a model is kept in shards.
-    kind = _kind(fsdp_plugin)
+    kind = kind_of(fsdp_plugin)
     return SHARDED if kind == LOCAL else kind

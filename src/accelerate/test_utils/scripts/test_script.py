@@ -25,6 +25,7 @@ from accelerate.config.sections.training import DataLoaderConfiguration, Gradien
 from accelerate.data_loader import skip_first_batches
 from accelerate.devices import registry
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.test_utils.checkpoint_check import check_checkpoint
 from accelerate.test_utils.self_check import Check, Noticeboard, expect, expect_close, noticeboard, run_checks
 
 FEATURES = 4
@@ -210,9 +211,13 @@ def check_sharded_loader(board: Noticeboard) -> None:
     expect(_seen(accelerator, skip_first_batches(loader, 1)), rest, "skip_first_batches")
 
 
+def _seeded_accelerator() -> Accelerator:
+    return fresh_accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+
+
 def check_shuffled_loader(board: Noticeboard) -> None:
     """A shuffled epoch holds each sample once, and the next one has another order."""
-    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    accelerator = _seeded_accelerator()
     set_seed(7)
     loader = accelerator.prepare(_numbers(shuffle=True))
     first, second = _seen(accelerator, loader), _seen(accelerator, loader)
@@ -376,6 +381,7 @@ CHECKS = (
     Check("accumulation equals one large batch", check_accumulation),
     Check("mixed precision", check_precision),
     Check("state of optimizer and scheduler", check_round_trip),
+    Check("checkpoint round trip", lambda board: check_checkpoint(_seeded_accelerator(), board)),
 )
 
 

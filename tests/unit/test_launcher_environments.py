@@ -116,6 +116,7 @@ def _enter(file: str) -> tuple[int, int, str]:
         lambda word: seen.append((dist.get_rank(), dist.get_world_size(), os.environ["FORK_LAUNCHED"] + word)),
         debug=True,
     )(rank, "x")
+    dist.barrier()  # the store is a file, which goes with the first process that leaves
     dist.destroy_process_group()
     return seen[0]
 

@@ -1,0 +1,184 @@
+"""Which checkpoints there are, and which of them can be used."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from .._base.choice import Choice
+from .._base.errors import CheckpointError, ConfigurationError
+from . import names, sealed, staging
+from .manifest import Facts, Manifest
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint on the disk.
+
+    Args:
+        created: Seconds since 1970.
+        size: Bytes of its files.
+        world_size: Processes that wrote it; 0 if that is not known.
+        is_valid: Whether its files are all there, with their sizes; with checksums where that was asked for.
+        problem: What is wrong, or what is not known.
+    """
+
+    path: Path
+    name: str
+    step: int
+    epoch: int
+    samples: int
+    created: float
+    size: int
+    world_size: int
+    is_valid: bool
+    problem: str | None = None
+
+
+def catalog(folder: Path | str, *, checksums: bool = False) -> list[CheckpointInfo]:
+    """Return the checkpoints in a folder, the newest last.
+
+    Args:
+        folder: A folder of checkpoints, or the folder of a project.
+        checksums: Read every byte and compare checksums.
+    """
+    found = []
+    for entry in _checkpoint_folders(Path(folder)):
+        with suppress(FileNotFoundError):  # another process is removing it
+            found.append(inspect(entry, checksums))
+    by_number = all(names.number_of(info.path) is not None for info in found)
+    return sorted(found, key=lambda info: (names.number_of(info.path) or 0) if by_number else info.created)
+
+
+def newest_valid(folder: Path | str, *, without: Container[Path] = ()) -> Choice[CheckpointInfo | None]:
+    """Return the newest checkpoint whose files are all there, None if there is none.
+
+    Args:
+        without: Checkpoints that are known to be broken.
+
+    Returns:
+        The checkpoint, and a reason that names what was passed over.
+    """
+    passed_over: list[str] = []
+    for info in reversed(catalog(folder)):
+        if info.is_valid and info.path not in without:
+            reason = f"{info.name} is the newest valid checkpoint in {str(folder)!r}"
+            return Choice(info, "; ".join([reason, *passed_over]))
+        passed_over.append(f"{info.name} was passed over ({info.problem or 'it is broken'})")
+    return Choice(None, "; ".join([f"there is no valid checkpoint in {str(folder)!r}", *passed_over]))
+
+
+def surplus(checkpoints: Sequence[CheckpointInfo], keep: int, *, spare: Path | None = None) -> list[CheckpointInfo]:
+    """Return the checkpoints that are not among the newest valid ones; none of them if none is valid.
+
+    Args:
+        checkpoints: What `catalog` returned.
+        keep: How many valid ones stay.
+        spare: A checkpoint that stays and counts as the newest; only numbered ones are named then.
+
+    Raises:
+        ConfigurationError: (a ValueError) if nothing would be kept.
+    """
+    if keep < 1:
+        raise ConfigurationError(
+            f"keep={keep!r} was given, which would remove every checkpoint. Write 1 or more, or delete the folder."
+        )
+    if spare is not None:
+        checkpoints = [info for info in checkpoints if info.path != spare and names.number_of(info.path) is not None]
+        keep -= 1
+    elif not any(info.is_valid for info in checkpoints):
+        return []  # what is broken may be all that is left of a run
+    valid = [info.path for info in checkpoints if info.is_valid]
+    kept = set(valid[len(valid) - keep :] if keep < len(valid) else valid)
+    return [info for info in checkpoints if info.path not in kept]
+
+
+def prune(folder: Path | str, keep: int, *, spare: Path | None = None) -> list[Path]:
+    """Remove what `surplus` names in a folder, the newest first, and return it."""
+    removed = [info.path for info in reversed(surplus(catalog(folder), keep, spare=spare))]
+    for path in removed:
+        staging.remove(path)
+    return removed
+
+
+def _checkpoint_folders(folder: Path) -> Iterator[Path]:
+    inside = folder / names.CHECKPOINTS
+    folder = inside if inside.is_dir() else folder
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.name.startswith(names.HIDDEN) and is_checkpoint(entry):
+            yield entry
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder was written by `save_state`, here or by the library that this one follows."""
+    if sealed.is_pending(folder) or (folder / names.MANIFEST).is_file():
+        return True
+    return names.number_of(folder) is not None or any(folder.glob(names.random_file(0)))
+
+
+def inspect(folder: Path, checksums: bool = False) -> CheckpointInfo:
+    """Return what is known of a checkpoint; one that a killed save left half in place is put in place first."""
+    sealed.finish(folder)
+    problem: str | None = None
+    manifest: Manifest | None = None
+    try:
+        manifest = Manifest.read(folder)
+        if manifest is not None:
+            problem = "; ".join(map(str, manifest.problems(folder, checksums=checksums))) or None
+        else:
+            problem = _problem_without_manifest(folder)
+    except CheckpointError as error:
+        problem = str(error)
+    facts = manifest.facts if manifest is not None else Facts()
+    is_valid = problem is None
+    if manifest is None and is_valid:
+        problem = "no manifest"
+    return CheckpointInfo(
+        path=folder,
+        name=folder.name,
+        step=facts.step,
+        epoch=facts.epoch,
+        samples=facts.samples,
+        created=manifest.created if manifest is not None else folder.stat().st_mtime,
+        size=manifest.size if manifest is not None else _size(folder),
+        world_size=manifest.world_size if manifest is not None else 0,
+        is_valid=is_valid,
+        problem=problem,
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _problem_without_manifest(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint that another library wrote: each file must open."""
+    files = [file for file in folder.iterdir() if file.is_file() and names.is_own_file(file.name)]
+    if not files:
+        return "it holds no file of a checkpoint"
+    for file in files:
+        reason = _why_unreadable(file)
+        if reason is not None:
+            return f"{file.name}: {reason}"
+    return None
+
+
+def _why_unreadable(file: Path) -> str | None:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="numpy"):
+                return None
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+            return None
+        return None if zipfile.is_zipfile(file) else "it is not a whole torch file"
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"it cannot be opened ({error})"

@@ -1,0 +1,182 @@
+"""Write the weights of a model for other programs to load: whole or in shards, from memory or from where they are offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._base.errors import CheckpointError, ConfigurationError, UsageError, WrongTypeError
+from ..offload.loading import COMPILED
+from ..offload.offloaded import OffloadedWeight, offloaded_weights
+from ..offload.sizes import convert_file_size_to_int
+from ..offload.tensors import identity_in_memory
+from .files import shared_names, tell_dropped_names
+from .folder import StagedFolder
+from .remote_folder import RemoteFolder, is_address
+from .weight_folder import SAFETENSORS, TORCH, LocalFolder, WeightFolder, WeightFormat
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight to write: its shape and dtype are known at once, its data is read when it is written."""
+
+    like: torch.Tensor
+    read: Callable[[], torch.Tensor]
+    identity: Hashable | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a model has to write: its weights, and the entries of its state dict that are no tensors."""
+
+    tensors: Mapping[str, Weight]
+    others: Mapping[str, Any]
+
+
+def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Weights:
+    """Return what there is to write of a model, under names without the compiler's additions.
+
+    Args:
+        state_dict: The weights of the model, where those that are offloaded have no data.
+
+    Raises:
+        UsageError: If a weight has no data anywhere.
+    """
+    elsewhere = offloaded_weights(model)
+    tensors: dict[str, Weight] = {}
+    empty = []
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type != "meta":
+            tensors[name.replace(COMPILED, "")] = _in_memory(value)
+        elif name in elsewhere:
+            tensors[name.replace(COMPILED, "")] = _offloaded(elsewhere[name])
+        else:
+            empty.append(name)
+    if empty:
+        raise UsageError(
+            f"{empty!r} of {type(model).__name__} are on the meta device and no hook says where their data is, so there "
+            "is nothing to save. Load weights into the model first."
+        )
+    others = {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}
+    return Weights(tensors, others)
+
+
+def _in_memory(value: torch.Tensor) -> Weight:
+    return Weight(_without_data(value), value.detach, identity_in_memory(value))
+
+
+def _offloaded(weight: OffloadedWeight) -> Weight:
+    return Weight(_without_data(weight.like), weight.read, weight.identity)
+
+
+def _without_data(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that takes the bytes that are written, also where the weight is a part of a larger one."""
+    return torch.empty(like.shape, dtype=like.dtype, device="meta")
+
+
+def open_folder(save_directory: str | PathLike[str]) -> WeightFolder:
+    """Return the folder to save to, which need not be there yet.
+
+    Raises:
+        ConfigurationError: If there is a file in its place.
+        MissingPackageError: If it is an address whose package is not installed.
+    """
+    if isinstance(save_directory, str) and is_address(save_directory):
+        return RemoteFolder(save_directory)
+    folder = Path(save_directory)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(
+            f"save_directory={fspath(save_directory)!r} is a file, and weights are written into a folder beside their "
+            "index. Give the path of a folder; it is made if it is not there."
+        )
+    return LocalFolder(folder)
+
+
+def save_weights(
+    weights: Weights,
+    folder: WeightFolder,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Write weights into a folder, in place of those that an earlier save wrote there in either format.
+
+    They are written beside the old ones and then put in their place, so a save that fails or is killed leaves weights
+    that are whole: the old ones or the new ones. Other files in the folder stay. Offloaded weights are read one shard at
+    a time.
+
+    Args:
+        max_shard_size: The size from which weights are spread over several files; a larger single weight has a file of
+            its own.
+        safe_serialization: Write safetensors, where a weight has one name; otherwise torch files, where all names stay.
+
+    Raises:
+        CheckpointError: If the folder cannot be written.
+        ConfigurationError: If the size cannot be read.
+        WrongTypeError: If the state dict holds what safetensors cannot.
+    """
+    if safe_serialization and weights.others:
+        raise WrongTypeError(
+            f"The entries {sorted(weights.others)!r} of the state dict are no tensors, and safetensors holds nothing "
+            "else. Write safe_serialization=False."
+        )
+    kind = SAFETENSORS if safe_serialization else TORCH
+    shared = shared_names({name: weight.identity for name, weight in weights.tensors.items()})
+    files, index = _plan(weights, shared, kind, convert_file_size_to_int(max_shard_size))
+    if safe_serialization:
+        tell_dropped_names(shared)
+    try:
+        with folder.stage() as stage, closing(StagedFolder(stage)) as staged:
+            for number, (file, names) in enumerate(files.items()):
+                # Read, written and forgotten before the next: one shard is all that is in memory.
+                if safe_serialization:
+                    staged.write_tensors(file, {name: weights.tensors[name].read() for name in names}, {"format": "pt"})
+                else:
+                    others = weights.others if number == 0 else {}
+                    staged.write_torch(file, {**_torch_shard(weights, names, shared), **others})
+                folder.take(stage / file, staged.finish)
+            staged.finish()
+        folder.publish(kind, list(files), index)
+    except OSError as error:
+        raise CheckpointError(
+            f"The weights could not be written to {str(folder)!r}: {error}. What an earlier save left there "
+            "can still be read. Make room or choose another folder, and save again."
+        ) from error
+
+
+def _plan(
+    weights: Weights, shared: Mapping[str, str], kind: WeightFormat, limit: int
+) -> tuple[dict[str, list[str]], dict[str, Any] | None]:
+    """Return which weights each file holds, and the index of the files if they are several."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    owners = {name: weight.like for name, weight in weights.tensors.items() if name not in shared}
+    split = split_torch_state_dict_into_shards(owners, filename_pattern=kind.pattern, max_shard_size=limit)
+    files = split.filename_to_tensors or {kind.single: []}
+    if kind is TORCH:
+        for name, owner in shared.items():
+            files[split.tensor_to_filename[owner]].append(name)
+    if len(files) == 1:
+        return files, None
+    weight_map = {name: file for file, names in files.items() for name in names}
+    return files, {"metadata": split.metadata, "weight_map": weight_map}
+
+
+def _torch_shard(weights: Weights, names: list[str], shared: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return tensors under all their names, in the order of the state dict, so that a file holds their data once."""
+    read = {name: _compact(weights.tensors[name].read()) for name in names if name not in shared}
+    return {name: read[shared.get(name, name)] for name in weights.tensors if shared.get(name, name) in read}
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.cpu()
+    # A torch file holds the whole memory behind a tensor, also what belongs to others.
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,94 @@
+"""The accumulation window that is open when a checkpoint is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ...runtime.gradient_clock import GradientState
+from .. import names
+from ..folder import StagedFolder
+from .base import LoadOptions, read_torch
+from .host_copy import host_copy
+
+
+class Window(Protocol):
+    """What is counted in an accumulation window."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts; empty if there is nothing to remember."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over counts; an empty dictionary begins anew."""
+
+    def share_of(self, states: Sequence[dict[str, Any]], saved_ranks: int, ranks: int) -> tuple[dict[str, Any], float]:
+        """Return the counts of one of `ranks` ranks, and what the sum of all saved gradients is divided by."""
+
+
+class WindowPart:
+    """The gradients summed so far, and what they will be divided by; nothing between two windows."""
+
+    name = "accumulation window"
+    everywhere = True
+
+    def __init__(self, window: Window, clock: GradientState, models: Sequence[torch.nn.Module], rank: int) -> None:
+        self.window = window
+        self.clock = clock
+        self.models = models
+        self.rank = rank
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for index, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                yield f"{index}.{name}", parameter
+
+    def snapshot(self, *, copy: bool) -> Any:
+        is_open = not self.clock.sync_gradients
+        gradients = (
+            {name: parameter.grad for name, parameter in self._parameters() if parameter.grad is not None}
+            if is_open
+            else {}
+        )
+        counts = self.window.state_dict()
+        if not gradients and not counts:
+            return None
+        payload = {"window": counts, "is_open": is_open, "gradients": gradients}
+        return host_copy(payload) if copy else payload
+
+    def write(self, payload: Any, folder: StagedFolder) -> None:
+        if payload is not None:
+            folder.write_torch(names.window_file(self.rank), payload)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        own = folder / names.window_file(self.rank)
+        if options.saved_world_size == options.world_size:
+            return read_torch(own, options) if own.is_file() else None
+        files = [folder / names.window_file(rank) for rank in range(options.saved_world_size)]
+        saved = [read_torch(file, options) for file in files if file.is_file()]
+        return self._share(saved, options) if saved else None
+
+    def _share(self, saved: list[Any], options: LoadOptions) -> Any:
+        """Return this rank's part of a window that was opened on another number of ranks."""
+        counts, divisor = self.window.share_of(
+            [payload["window"] for payload in saved], options.saved_world_size, options.world_size
+        )
+        gradients: dict[str, torch.Tensor] = {}
+        for payload in saved:
+            for name, gradient in payload["gradients"].items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return {
+            "window": counts,
+            "is_open": saved[0]["is_open"],
+            "gradients": {name: total / divisor for name, total in gradients.items()},
+        }
+
+    def restore(self, payload: Any) -> None:
+        found = payload or {"window": {}, "is_open": False, "gradients": {}}
+        self.window.load_state_dict(found["window"])
+        self.clock._set_sync_gradients(not found["is_open"])
+        for name, parameter in self._parameters():
+            gradient = found["gradients"].get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)

@@ -1,0 +1,212 @@
+"""`accelerate checkpoints`: show the checkpoints of a run, verify them, and remove old ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._base.errors import ConfigurationError
+from .._base.text import convert_bytes
+from ..checkpointing import staging
+from ..checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus
+from ..checkpointing.verification import verified
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_DESCRIPTION = "Show the checkpoints of a run, verify them, and remove old ones."
+_EPILOG = (
+    "The newest checkpoint is the last one shown. A checkpoint is valid if all its files are there with their sizes; "
+    "--verify reads every byte, and ends with code 1 if one has changed."
+)
+_UNKNOWN = "-"
+# How long it is until a time is told in the next unit.
+_UNITS = ((60.0, 1.0, "s"), (3600.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (float("inf"), 24 * 3600.0, "d"))
+
+
+def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate checkpoints`, of its own or under another one."""
+    words: dict[str, Any] = {"description": _DESCRIPTION, "epilog": _EPILOG}
+    parser: argparse.ArgumentParser
+    if subparsers is None:
+        parser = argparse.ArgumentParser("accelerate checkpoints", **words)
+    else:
+        parser = subparsers.add_parser("checkpoints", **words)
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="The folder of the project, of its checkpoints, or of one of them."
+    )
+    parser.add_argument("--verify", action="store_true", help="Read every file and compare its checksum.")
+    parser.add_argument(
+        "--prune", action="store_true", help="Remove all but the newest valid checkpoints; it asks before it does."
+    )
+    parser.add_argument("--keep", type=int, metavar="N", help="With --prune: how many valid checkpoints stay.")
+    parser.add_argument("--yes", action="store_true", help="With --prune: do not ask.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object, with sizes in bytes.")
+    parser.set_defaults(func=checkpoints_command)
+    return parser
+
+
+def checkpoints_command(args: argparse.Namespace) -> None:
+    """Show, verify and prune the checkpoints of a folder.
+
+    Raises:
+        ConfigurationError: If the folder is not there, or the options do not go together.
+        SystemExit: With code 1, if verifying found a checkpoint that is broken.
+    """
+    _check(args)
+    found = _find(args.folder)
+    if args.verify:
+        found = _verify(found)
+    doomed = surplus(found, args.keep) if args.prune else []
+    if not args.json:
+        _print(args, found, doomed)
+    removed = doomed if doomed and (args.yes or _agreed(doomed)) else []
+    for info in removed:
+        staging.remove(info.path)
+    if args.json:
+        sys.stdout.write(json.dumps(_as_json(args, found, removed), indent=2) + "\n")
+    elif args.prune:
+        _tell_removed(found, doomed, removed)
+    if args.verify and any(not info.is_valid for info in found):
+        sys.exit(1)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.folder.is_dir():
+        raise ConfigurationError(
+            f"{str(args.folder)!r} is not a folder, so there are no checkpoints in it. Give the project_dir of the run, "
+            "the folder of its checkpoints, or that of one checkpoint."
+        )
+    if args.prune and args.keep is None:
+        raise ConfigurationError("--prune was given without --keep, so it is open what stays. Add --keep N.")
+    if not args.prune and (args.keep is not None or args.yes):
+        option = "--yes" if args.keep is None else f"--keep {args.keep}"
+        raise ConfigurationError(f"{option} was given without --prune, so nothing would be removed. Add --prune.")
+    if args.prune and not args.yes and (args.json or not sys.stdin.isatty()):
+        raise ConfigurationError(
+            "--prune asks before it removes anything, and there is nobody to ask here. Add --yes to remove without a "
+            "question."
+        )
+
+
+def _find(folder: Path) -> list[CheckpointInfo]:
+    found = catalog(folder)
+    if not found and is_checkpoint(folder.resolve()):
+        return [inspect(folder.resolve())]
+    return found
+
+
+def _verify(found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=sum(info.size for info in found))
+        results = []
+        for info in found:
+            progress.update(task, description=f"reading {info.name}")
+            results.append(verified(info, lambda size: progress.advance(task, size)))
+    return results
+
+
+def _agreed(doomed: Sequence[CheckpointInfo]) -> bool:
+    from rich.console import Console
+    from rich.prompt import Confirm
+
+    total = convert_bytes(sum(info.size for info in doomed))
+    question = f"Remove {_count(doomed)} ({total}): {', '.join(info.name for info in doomed)}?"
+    return Confirm.ask(question, console=Console(stderr=True), default=False)
+
+
+def _as_json(
+    args: argparse.Namespace, found: Sequence[CheckpointInfo], removed: Sequence[CheckpointInfo]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "folder": str(args.folder),
+        "verified": args.verify,
+        "checkpoints": [_entry(info) for info in found if info not in removed],
+    }
+    if args.prune:
+        result["removed"] = [_entry(info) for info in removed]
+    return result
+
+
+def _entry(info: CheckpointInfo) -> dict[str, Any]:
+    return {**asdict(info), "path": str(info.path)}
+
+
+def _print(args: argparse.Namespace, found: Sequence[CheckpointInfo], doomed: Sequence[CheckpointInfo]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if not found:
+        console.print(Text(f"There are no checkpoints in {str(args.folder)!r}."), soft_wrap=True)
+        return
+    console.print(_table(found, doomed, args.verify))
+    valid = [info for info in found if info.is_valid]
+    newest = f"newest valid: {valid[-1].name}" if valid else "none is valid"
+    total = convert_bytes(sum(info.size for info in found))
+    console.print(Text(f"{_count(found)}, {total}; {newest}."), soft_wrap=True)
+
+
+def _table(found: Sequence[CheckpointInfo], doomed: Sequence[CheckpointInfo], checked: bool) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", overflow="fold", min_width=12)
+    for title in ("step", "epoch", "samples", "age", "size", "processes"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("state", overflow="fold", ratio=1)
+    now = time.time()
+    for info in found:
+        known = info.world_size > 0
+        numbers = [f"{value:,}" if known else _UNKNOWN for value in (info.step, info.epoch, info.samples)]
+        processes = str(info.world_size) if known else _UNKNOWN
+        cells = [info.name, *numbers, _age(now - info.created), convert_bytes(info.size), processes]
+        state, colour = _state(info, checked)
+        if info in doomed:
+            state += " (to be removed)"
+        table.add_row(*map(Text, cells), Text(state, style=colour))
+    return table
+
+
+def _state(info: CheckpointInfo, checked: bool) -> tuple[str, str]:
+    if not info.is_valid:
+        return f"broken: {info.problem}", "red"
+    if info.problem is not None:
+        return f"valid ({info.problem})", "yellow"
+    return "valid, checksums compared" if checked else "valid", "green"
+
+
+def _age(seconds: float) -> str:
+    limit_and_unit = next(entry for entry in _UNITS if seconds < entry[0])
+    return f"{max(0, int(seconds / limit_and_unit[1]))} {limit_and_unit[2]}"
+
+
+def _count(found: Sequence[CheckpointInfo]) -> str:
+    return f"{len(found)} checkpoint{'' if len(found) == 1 else 's'}"
+
+
+def _tell_removed(
+    found: Sequence[CheckpointInfo], doomed: Sequence[CheckpointInfo], removed: Sequence[CheckpointInfo]
+) -> None:
+    if removed:
+        size = convert_bytes(sum(info.size for info in removed))
+        sys.stdout.write(f"Removed {_count(removed)} ({size}).\n")
+    elif doomed:
+        sys.stdout.write("Nothing was removed.\n")
+    elif found and not any(info.is_valid for info in found):
+        sys.stdout.write("Nothing was removed: none is valid, so none is surplus.\n")
+    else:
+        sys.stdout.write("There is nothing to remove.\n")

@@ -1,0 +1,66 @@
+"""The mesh of ranks: its axes, their order, and the axes that are joined out of others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from accelerate.runtime.torch_private import flatten_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Outermost first: neighbouring ranks share the axis that communicates most.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+def build_mesh(device_type: str, sizes: Mapping[str, int], joined: Mapping[str, Sequence[str]]) -> DeviceMesh | None:
+    """Make the mesh of all ranks; None if no axis is longer than 1.
+
+    Args:
+        sizes: Ranks along each axis; axes of one rank are left out.
+        joined: Further names, each for the axes that it joins into one; a name for no axis is left out.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    axes = tuple(axis for axis in AXES if sizes.get(axis, 1) > 1)
+    if not axes:
+        return None
+    mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+    for name, parts in joined.items():
+        if parts:
+            flatten_mesh(mesh[tuple(parts)], name)
+    return mesh
+
+
+def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
+    """Return the part of a mesh along some axes, joined ones among them."""
+    with warnings.catch_warnings():
+        # torch 2.13 wants users to keep flattened meshes themselves; the names of ours are public, so they stay.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        return mesh[names if len(names) > 1 else names[0]]
+
+
+def has_axis(mesh: DeviceMesh | None, axis: str) -> bool:
+    """Say whether a mesh has an axis; one of a single rank has none."""
+    return mesh is not None and axis in (mesh.mesh_dim_names or ())
+
+
+def axis_rank(mesh: DeviceMesh | None, axis: str) -> int:
+    """Return the place of this process along an axis, 0 where it is not in use."""
+    return mesh.get_local_rank(axis) if mesh is not None and has_axis(mesh, axis) else 0
+
+
+def axis_group(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that differ from this one along an axis alone; None where it is not in use."""
+    return mesh[axis].get_group() if mesh is not None and has_axis(mesh, axis) else None
+
+
+def averaging_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the ranks over which gradients are averaged: replicas, and parts of a sequence; None for one rank."""
+    if mesh is None or not any(has_axis(mesh, axis) for axis in ("dp_replicate", "dp_shard", "cp")):
+        return None
+    return submesh(mesh, "dp_cp").get_group()

@@ -1,0 +1,1 @@
+"""A model cut into stages that run on one process each, fed with chunks of a batch."""

@@ -1,0 +1,198 @@
+"""Give every rank the weights of the first one, module by module, before they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..._base.errors import CheckpointError, ConfigurationError
+from ...collectives import Communicator, communicator
+from ...parallel.gradients import local
+
+
+@dataclass
+class _Entry:
+    """One tensor of the model as the first rank has it."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool | None
+    """None for a buffer."""
+
+
+class Filler:
+    """Send parameters and buffers from the first rank to the others, a module at a time.
+
+    Weights without memory get it when their module is filled, so that a rank holds at most one whole module beside
+    its shards. Parameters that are one tensor on the first rank become one on all.
+
+    Args:
+        model: The model; on the first rank with its weights, on the others with or without.
+        device: Where weights get memory, and what the group sends.
+
+    Raises:
+        ConfigurationError: If the first rank has no weights either.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.communicator = communicator()
+        table: list[Any] = [_table(model) if self.communicator.rank == 0 else None]
+        self.communicator.broadcast_objects(table)
+        if isinstance(table[0], str):
+            raise ConfigurationError(
+                f"The weight {table[0]!r} has no memory on the first rank, so there is nothing to send to the others. "
+                "Load the weights on the first rank, or set param_init_fn of the plugin."
+            )
+        self.waiting: list[_Entry] = table[0]
+
+    def fill(self, unit: str) -> None:
+        """Fill what is not filled yet of the module called `unit`; "" is the model."""
+        prefix = f"{unit}." if unit else ""
+        # A unit never shares a parameter with the outside, so one name tells where it belongs.
+        mine = [entry for entry in self.waiting if entry.names[0].startswith(prefix)]
+        self.waiting = [entry for entry in self.waiting if not entry.names[0].startswith(prefix)]
+        for entry in mine:
+            tensor = self._settle(entry)
+            staged = tensor.detach().to(self.device).contiguous()
+            self.communicator.broadcast(staged)
+            if staged.data_ptr() != tensor.data_ptr():
+                with torch.no_grad():
+                    tensor.copy_(staged)
+
+    def _settle(self, entry: _Entry) -> torch.Tensor:
+        """Return this rank's tensor under all its names, with memory."""
+        places = [self._place(name) for name in entry.names]
+        owner, attribute = places[0]
+        tensor: torch.Tensor = getattr(owner, attribute)
+        if tensor.is_meta or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+            if entry.requires_grad is not None:
+                tensor = nn.Parameter(tensor, requires_grad=entry.requires_grad)
+        for owner, attribute in places:
+            held = owner._buffers if entry.requires_grad is None else owner._parameters
+            held[attribute] = tensor  # type: ignore[assignment]
+        return tensor
+
+    def _place(self, name: str) -> tuple[nn.Module, str]:
+        path, _, attribute = name.rpartition(".")
+        return self.model.get_submodule(path), attribute
+
+
+def _table(model: nn.Module) -> list[_Entry] | str:
+    """Return what the first rank has, or the name of a weight without memory."""
+    found: dict[int, _Entry] = {}
+    for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
+        for name, tensor in named(remove_duplicate=False):
+            if tensor.is_meta:
+                return name
+            entry = found.get(id(tensor))
+            if entry is not None:
+                entry.names = (*entry.names, name)
+                continue
+            trains = None if is_buffer else tensor.requires_grad
+            found[id(tensor)] = _Entry((name,), tuple(tensor.shape), tensor.dtype, trains)
+    return list(found.values())
+
+
+def require_memory(model: nn.Module, initialise: Any) -> None:
+    """Give memory to weights that have none by the plugin's function, or refuse them.
+
+    Raises:
+        ConfigurationError: If there is no such function.
+    """
+    without = next((name for name, weight in model.named_parameters() if weight.is_meta), None)
+    if without is None:
+        return
+    if initialise is None:
+        raise ConfigurationError(
+            f"The weight {without!r} of {type(model).__name__} has no memory (it is on the meta device), and nothing says "
+            "where its values come from. Set cpu_ram_efficient_loading=True and load the weights on the first rank, or "
+            "set param_init_fn."
+        )
+    for module in model.modules():
+        if any(weight.is_meta for weight in module.parameters(recurse=False)):
+            initialise(module)
+
+
+def fill_from_first(state: dict[Any, Any], whole: Mapping[Any, Any]) -> None:
+    """Fill the tensors of a nested state from a whole one that the first rank has, and replace its other values.
+
+    Tensors are sent one after another, so that a rank holds one whole tensor beside its shards.
+
+    Args:
+        state: The state as this run lays it out; it has the same entries on all ranks.
+        whole: The whole state; empty on other ranks.
+
+    Raises:
+        CheckpointError: If an entry is missing in it, or has another shape.
+    """
+    ranks = communicator()
+    entries = list(_leaves(state, whole, ranks.rank == 0, ()))
+    others: list[Any] = [
+        [_reason(entry) for entry in entries] if ranks.rank == 0 else None,
+        [None if isinstance(entry.here, torch.Tensor) else entry.there for entry in entries],
+    ]
+    ranks.broadcast_objects(others)
+    wrong = next((reason for reason in others[0] if reason), None)
+    if wrong is not None:
+        raise CheckpointError(f"{wrong} Build the model and the optimizer as they were when the checkpoint was saved.")
+    for entry, other in zip(entries, others[1], strict=True):
+        if isinstance(entry.here, torch.Tensor):
+            _receive(entry.here, entry.there, ranks)
+        else:
+            entry.holder[entry.key] = other
+
+
+@dataclass
+class _Leaf:
+    """One value of a nested state, here and on the first rank."""
+
+    holder: dict[Any, Any]
+    key: Any
+    path: str
+    here: Any
+    there: Any
+
+
+_MISSING = object()
+
+
+def _leaves(state: dict[Any, Any], whole: Any, is_first: bool, path: tuple[str, ...]) -> Iterator[_Leaf]:
+    for key, here in state.items():
+        there = whole.get(key, _MISSING) if is_first and isinstance(whole, Mapping) else _MISSING
+        where = (*path, str(key))
+        if isinstance(here, dict):
+            yield from _leaves(here, there if isinstance(there, Mapping) else {}, is_first, where)
+        else:
+            yield _Leaf(state, key, ".".join(where), here, there if is_first else None)
+
+
+def _reason(entry: _Leaf) -> str | None:
+    if entry.there is _MISSING:
+        return f"{entry.path!r} is not in the checkpoint."
+    if isinstance(entry.here, torch.Tensor) and tuple(entry.here.shape) != tuple(entry.there.shape):
+        return (
+            f"{entry.path!r} has the shape {tuple(entry.there.shape)} in the checkpoint, not {tuple(entry.here.shape)}."
+        )
+    return None
+
+
+def _receive(here: torch.Tensor, there: torch.Tensor | None, ranks: Communicator) -> None:
+    target = local(here)
+    if there is not None:
+        sent = there.detach().to(target.device, here.dtype).contiguous()
+    else:
+        sent = torch.empty(here.shape, dtype=here.dtype, device=target.device)
+    ranks.broadcast(sent)
+    if isinstance(here, DTensor):
+        sent = distribute_tensor(sent, here.device_mesh, here.placements, src_data_rank=None).to_local()
+    with torch.no_grad():
+        target.copy_(sent)

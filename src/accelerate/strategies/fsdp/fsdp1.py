@@ -1,0 +1,165 @@
+"""Version 1 of FSDP: wrappers that hold the parameters of a module as one flat tensor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..._base.errors import ConfigurationError
+from ...parallel.activation_checkpoint import inner_block
+from ...precision.scaler import SharedGradScaler
+from ...runtime.torch_private import flat_parameter_names, is_flattened
+from ..base import StrategyContext
+from .filling import Filler, require_memory
+from .norms import Groups, clip_parts
+from .originals import ORIGINALS, Originals, plain_name
+from .sharding import ShardedStrategy
+from .wrapping import ignored_modules, unit_names
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class FSDP1Strategy(ShardedStrategy):
+    """torch's `FullyShardedDataParallel`."""
+
+    name: ClassVar[str] = "fsdp1"
+    version: ClassVar[int] = 1
+    _mesh: DeviceMesh | None = None
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._flat: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        scaler = self.precision.scaler
+        if isinstance(scaler, SharedGradScaler) and self.runtime.is_distributed:
+            # A rank sees the overflow of its own shard only.
+            scaler.agree_on_overflow = True
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the ranks over which weights are sharded, after those that hold copies where there are any."""
+        if self._mesh is None:
+            self._mesh = self._make_mesh()
+        return self._mesh
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return "HYBRID" in str(getattr(self.plugin.sharding_strategy, "name", ""))
+
+    def _make_mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device, world = self.runtime.device.type, self.runtime.world_size
+        layout = self.context.parallelism
+        if layout is not None and layout.non_data_parallel_size > 1:
+            raise ConfigurationError(
+                f"{layout!r} splits layers or sequences, which FSDP 1 cannot be combined with. Set fsdp_version=2."
+            )
+        if not self._is_hybrid:
+            return init_device_mesh(device, (world,))
+        shards = self.runtime.topology.local_world_size
+        if layout is not None and layout.dp_shard_size and layout.dp_shard_size > 1:
+            shards = layout.dp_shard_size
+        return init_device_mesh(device, (world // shards, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap the blocks that the plugin selects, children first, then the model."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if isinstance(model, FullyShardedDataParallel):
+            return model
+        plugin = self.plugin
+        names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+        originals = Originals.of(model)
+        before = list(model.parameters()) if not plugin.use_orig_params else []
+        options = self._options(model)
+        filler = None
+        if plugin.sync_module_states or plugin.cpu_ram_efficient_loading or self._is_hybrid:
+            filler = Filler(model, self.runtime.device)
+        for unit in unit_names(plugin, model):
+            self._ready(model.get_submodule(unit), unit, filler)
+            parent_name, _, child = unit.rpartition(".")
+            parent = inner_block(model.get_submodule(parent_name))
+            setattr(parent, child, FullyShardedDataParallel(model.get_submodule(unit), **options))
+        self._ready(model, "", filler)
+        wrapped = FullyShardedDataParallel(model, **options)
+        by_name = dict(_flat_parameters(wrapped)) if before else {}
+        for parameter in before:
+            if names[id(parameter)] in by_name:
+                self._flat[parameter] = by_name[names[id(parameter)]]
+        wrapped.__dict__[ORIGINALS] = originals
+        return wrapped
+
+    def _ready(self, module: nn.Module, unit: str, filler: Filler | None) -> None:
+        if filler is not None:
+            filler.fill(unit)
+        else:
+            require_memory(module, self.plugin.param_init_fn)
+
+    def _options(self, model: nn.Module) -> dict[str, Any]:
+        plugin = self.plugin
+        on_host = self.runtime.device.type == "cpu"
+        offload = plugin.cpu_offload
+        return {
+            "sharding_strategy": plugin.sharding_strategy,
+            # On the CPU weights are where they would be moved to.
+            "cpu_offload": None if on_host else offload,
+            "backward_prefetch": plugin.backward_prefetch,
+            "mixed_precision": plugin.mixed_precision_policy,
+            "ignored_modules": ignored_modules(plugin, model) or None,
+            "device_id": self.runtime.device,
+            "forward_prefetch": bool(plugin.forward_prefetch),
+            "limit_all_gathers": plugin.limit_all_gathers,
+            "use_orig_params": bool(plugin.use_orig_params),
+            "device_mesh": self.mesh,
+        }
+
+    def replaced(
+        self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
+    ) -> dict[nn.Parameter, nn.Parameter | None]:
+        """Return the flat parameter that holds each old one; with `use_orig_params` the old ones are still there."""
+        return {old: self._flat[old] for old in before if old in self._flat}
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are added up whole on each rank and not exchanged."""
+        suspend = getattr(model, "no_sync", None)
+        return suspend() if suspend is not None else nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale gradients down so that the norm over all ranks is at most `max_norm`, and return that norm."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return clip_parts(((item, self._groups(item)) for item in given), max_norm, norm_type, self.runtime.device)
+
+    def _groups(self, parameter: Any) -> Groups:
+        if str(getattr(self.plugin.sharding_strategy, "name", "")) == "NO_SHARD" or not is_flattened(parameter):
+            return ()
+        return (self.mesh.get_group(self.mesh.ndim - 1),)
+
+    def originals(self, model: nn.Module) -> Originals:
+        """Return the parameters that the model had: asking it now would take all ranks."""
+        kept: Originals | None = model.__dict__.get(ORIGINALS)
+        return kept if kept is not None else super().originals(model)
+
+    def sharded_weights(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's state dict in shards; one unit at a time is made whole for it."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        # Without a copy to the CPU: there it raises or ends the process (torch 2.13), and elsewhere each tensor is moved
+        # when it is whole.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")  # whole weights are no surprise there
+            return get_model_state_dict(model)
+
+
+def _flat_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the flat parameter that holds each parameter of the user's model, by its name there."""
+    for path, flat in model.named_parameters():
+        for name in flat_parameter_names(flat):
+            holder = path.rpartition(".")[0]
+            yield plain_name(f"{holder}.{name}"), flat

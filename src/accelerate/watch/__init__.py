@@ -1,0 +1,1 @@
+"""What watches over a run beside the training."""

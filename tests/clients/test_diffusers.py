@@ -1,0 +1,155 @@
+"""A Diffusers pipeline runs with its models offloaded by this package, and gives the same image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="Diffusers is not installed")
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from accelerate import cpu_offload_with_hook, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.hooks import AlignDevicesHook, CpuOffload
+
+pytestmark = pytest.mark.clients
+
+MODELS = ("text_encoder", "unet", "vae")
+
+
+def tokenizer(folder: Path) -> CLIPTokenizer:
+    words = ["<|startoftext|>", "<|endoftext|>", *"abcdet", *(f"{letter}</w>" for letter in "abcdet")]
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer.from_pretrained(folder, model_max_length=16)
+
+
+def make_pipeline(folder: Path) -> StableDiffusionPipeline:
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(4, 8),
+        layers_per_block=1,
+        sample_size=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=2,
+        norm_num_groups=2,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(4, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=2,
+    )
+    text = CLIPTextConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=14,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    made = StableDiffusionPipeline(
+        vae=vae,
+        text_encoder=CLIPTextModel(text),
+        tokenizer=tokenizer(folder),
+        unet=unet,
+        scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def image(made: StableDiffusionPipeline) -> numpy.ndarray[Any, Any]:
+    found = made("a cat", num_inference_steps=2, output_type="np", generator=torch.Generator().manual_seed(0))
+    result: numpy.ndarray[Any, Any] = found.images
+    return result
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> numpy.ndarray[Any, Any]:
+    result = image(make_pipeline(tmp_path))
+    assert result.std() > 0
+    return result
+
+
+def test_whole_models_wait_on_the_cpu(plain: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
+    made = make_pipeline(tmp_path)
+    made.enable_model_cpu_offload(device="cpu")
+    hooks = [getattr(made, name)._hf_hook for name in MODELS]
+    assert all(isinstance(hook, CpuOffload) for hook in hooks)
+    # Each model sends the one before it away: text encoder -> UNet -> VAE.
+    assert hooks[1].prev_module_hook.model is made.text_encoder
+    assert hooks[2].prev_module_hook.model is made.unet
+    assert numpy.array_equal(image(made), plain)
+    assert numpy.array_equal(image(made), plain)  # the pipeline took the hooks off and put them on again
+    made.remove_all_hooks()
+    assert not any(hasattr(getattr(made, name), "_hf_hook") for name in MODELS)
+    assert numpy.array_equal(image(made), plain)
+
+
+def test_layer_by_layer(plain: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
+    made = make_pipeline(tmp_path)
+    made.enable_sequential_cpu_offload(device="cpu")
+    for name in MODELS:
+        model = getattr(made, name)
+        assert isinstance(getattr(model, "_hf_hook", None), AlignDevicesHook) or hasattr(model._hf_hook, "hooks")
+        assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    assert numpy.array_equal(image(made), plain)
+    assert numpy.array_equal(image(made), plain)
+    made.remove_all_hooks()
+    assert not any(parameter.device.type == "meta" for name in MODELS for parameter in getattr(made, name).parameters())
+    assert numpy.array_equal(image(made), plain)
+
+
+def test_a_chain_of_hooks_by_hand(plain: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
+    made = make_pipeline(tmp_path)
+    hook = None
+    for name in MODELS:
+        _, hook = cpu_offload_with_hook(getattr(made, name), "cpu", prev_module_hook=hook)
+    assert numpy.array_equal(image(made), plain)
+    assert hook is not None
+    hook.offload()
+    hook.remove()
+    assert not hasattr(made.vae, "_hf_hook")
+
+
+def test_a_unet_from_the_disk(plain: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
+    made = make_pipeline(tmp_path)
+    made.unet.save_pretrained(tmp_path / "unet")
+    with init_empty_weights():
+        unet = UNet2DConditionModel.from_config(made.unet.config)
+    made.unet = load_checkpoint_and_dispatch(
+        unet.eval(),
+        tmp_path / "unet" / "diffusion_pytorch_model.safetensors",
+        device_map={"": "disk"},
+        offload_folder=tmp_path / "offload",
+    )
+    assert all(parameter.device.type == "meta" for parameter in made.unet.parameters())
+    assert numpy.array_equal(image(made), plain)
+
+
+def test_a_saved_pipeline_is_loaded_on_a_device_map(plain: numpy.ndarray[Any, Any], tmp_path: Path) -> None:
+    make_pipeline(tmp_path).save_pretrained(tmp_path / "pipeline")
+    loaded = UNet2DConditionModel.from_pretrained(
+        tmp_path / "pipeline" / "unet", device_map="auto", max_memory={"cpu": "20KB"}, offload_folder=tmp_path / "off"
+    )
+    assert "disk" in set(loaded.hf_device_map.values())
+    made = StableDiffusionPipeline.from_pretrained(tmp_path / "pipeline", unet=loaded, safety_checker=None)
+    made.set_progress_bar_config(disable=True)
+    assert numpy.array_equal(image(made), plain)

@@ -1,0 +1,54 @@
+"""The GPT example trains the same in every layout that its configuration files name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tests.support.processes import ROOT, script_environment
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLE = ROOT / "examples" / "gpt"
+CONFIGS = sorted(path.stem for path in (EXAMPLE / "configs").glob("*.yaml"))
+OPTIONS = ("--steps", "3", "--width", "32", "--blocks", "2")
+
+
+def losses(*command: str | Path) -> list[float]:
+    """Run the example and return the losses that it prints."""
+    finished = subprocess.run(
+        [sys.executable, *map(str, command), str(EXAMPLE / "train.py"), *OPTIONS],
+        env=script_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
+    return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", finished.stdout)]
+
+
+@cache
+def of_one_process() -> list[float]:
+    return losses()
+
+
+def test_one_process_learns() -> None:
+    first, last = of_one_process()
+    assert last < first - 0.1
+
+
+def test_there_is_a_file_for_each_layout() -> None:
+    assert set(CONFIGS) == {"ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_cp", "pipeline"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layout_trains_as_one_process(name: str) -> None:
+    launched = losses(
+        "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", EXAMPLE / "configs" / f"{name}.yaml"
+    )
+    assert launched == pytest.approx(of_one_process(), abs=2e-5)

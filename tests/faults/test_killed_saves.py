@@ -1,0 +1,56 @@
+"""SIGKILL at random moments of saves, of one process or of all: the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.killing import KILLS, SAMPLES, Killer, Plan
+from tests.support.training import assert_same_weights
+
+from accelerate.checkpointing.catalog import catalog
+
+pytestmark = pytest.mark.multiprocess
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--killed-runs", 4)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: what a killed process has written is there without waiting for a disk."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as found:
+        yield Path(found)
+
+
+def test_a_run_that_is_killed_in_its_saves_ends_as_if_it_had_not_been(seed: int, folder: Path) -> None:
+    plan = Plan.of(seed)
+    (folder / "killed").mkdir()
+    (folder / "whole").mkdir()
+    killer = Killer(plan, folder / "killed")
+    outcomes = killer.execute()
+    assert len(killer.moments) == KILLS
+    # What was never killed, in a process of its own: on one process the numbers are the same to the last bit.
+    whole = Killer(plan, folder / "whole").execute_undisturbed()
+    report = "\n".join(killer.moments)
+    for outcome in outcomes:
+        assert outcome.epochs == whole.epochs, report
+        for numbers in outcome.epochs:
+            assert sorted(numbers) == list(range(SAMPLES)), report
+        if plan.solo:
+            for name, weight in whole.weights.items():
+                assert torch.equal(outcome.weights[name], weight), f"{name}\n{report}"
+        assert_same_weights(outcome.weights, whole.weights)
+    left = catalog(folder / "killed")
+    assert [info.is_valid for info in left] == [True]
+    # Each save removes what killed ones have left behind.
+    assert not list(folder.rglob(".*")), report

@@ -1,0 +1,69 @@
+"""A sharded save that is killed loses nothing that was saved before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.processes import free_port, script_environment
+
+from accelerate.checkpointing.catalog import newest_valid
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import torch.distributed.checkpoint.filesystem as filesystem
+from tests.support.sharding import BY_CLASS, Sharded, make_words
+
+folder = sys.argv[1]
+accelerator = Sharded(2, BY_CLASS).accelerator()
+model = make_words()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+accelerator.backward(model(torch.zeros(2, 3, dtype=torch.int64)).square().mean())
+optimizer.step()
+accelerator.save_state(folder + "/first")
+
+plain = filesystem.FileSystemWriter.write_data
+
+def write_and_die(self, plan, planner):
+    done = plain(self, plan, planner)
+    if accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+
+filesystem.FileSystemWriter.write_data = write_and_die
+accelerator.save_state(folder + "/second")
+"""
+
+
+def test_a_process_is_killed_while_it_writes_its_shards(tmp_path: Path) -> None:
+    folder, script = tmp_path / "checkpoints", tmp_path / "script.py"
+    folder.mkdir()
+    script.write_text(SCRIPT)
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    members = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder)],
+            env=script_environment({**ranks, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert members[1].wait(240) == -signal.SIGKILL
+        # The other one hears of it when the connection breaks; it may report that, or be ended by the launcher.
+        assert members[0].wait(240) != 0
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    found = newest_valid(folder)
+    assert found.value is not None
+    assert found.value.path == folder / "first"
+    assert found.value.is_valid
+    assert not (folder / "second").exists()

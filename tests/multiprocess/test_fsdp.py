@@ -1,0 +1,331 @@
+"""Sharded runs on real processes: checkpoints on any number of them, options, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.support.processes import run_group
+from tests.support.sharding import (
+    BY_CLASS,
+    STEP_SAMPLES,
+    Sharded,
+    Words,
+    loss_of,
+    make_text,
+    make_words,
+    train_words_plainly,
+)
+from tests.support.training import fresh_accelerator, group_once, run_checks
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate._base import warn_once
+from accelerate._base.errors import ConfigurationError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, merge_fsdp_weights
+
+pytestmark = pytest.mark.multiprocess
+
+ORIGINAL = {**BY_CLASS, "use_orig_params": True}
+VARIANTS: dict[str, Sharded | None] = {
+    "2 in shards": Sharded(2, {**BY_CLASS, "state_dict_type": "SHARDED_STATE_DICT"}),
+    "2 whole": Sharded(2, {**BY_CLASS, "state_dict_type": "FULL_STATE_DICT"}),
+    "1 in shards": Sharded(1, {**BY_CLASS, "state_dict_type": "SHARDED_STATE_DICT"}),
+    "1 whole": Sharded(1, {**ORIGINAL, "state_dict_type": "FULL_STATE_DICT"}),
+}
+IN_SHARDS = {"optimizer_0", "pytorch_model_fsdp_0"}
+WHOLE = {"optimizer.bin", "pytorch_model_fsdp.bin"}
+CHAIN = (4, 2, 1, 4)
+"""How many processes train the first, second ... step; each goes on where the one before stopped."""
+CLIP = 1e9
+
+
+def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    model = make_words()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(make_text(), batch_size=STEP_SAMPLES // accelerator.num_processes)
+    return accelerator.prepare(model, optimizer, loader)  # type: ignore[no-any-return]
+
+
+def one_step(case: Sharded | None, source: str | None, target: str | None, *, blocking: bool = True) -> float:
+    """Load a checkpoint, train one step, save another; return the loss."""
+    accelerator = case.accelerator() if case is not None else fresh_accelerator()
+    model, optimizer, loader = prepared(accelerator)
+    if source is not None:
+        accelerator.load_state(source)
+    for words, following in loader:
+        loss = loss_of(model, words, following)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+    if target is not None:
+        accelerator.save_state(target, blocking=blocking)
+        accelerator.wait_for_save()
+    return float(accelerator.gather(loss.detach().reshape(1)).mean())
+
+
+def step_of_each(folder: str, number: int) -> dict[str, float]:
+    """Let every variant train one step of the chain; every other save is in the background."""
+    return {
+        name: one_step(
+            case,
+            str(Path(folder, name, str(number - 1))) if number else None,
+            str(Path(folder, name, str(number))),
+            blocking=number % 2 == 0,
+        )
+        for name, case in VARIANTS.items()
+    }
+
+
+def cross_over(folder: str) -> dict[str, float]:
+    """Load every checkpoint under every strategy; then go on from one without shards in shards."""
+    cases = {**VARIANTS, "copies": None}
+    last = str(len(CHAIN) - 1)
+    losses = {
+        f"{saved} -> {loaded}": one_step(case, str(Path(folder, saved, last)), None)
+        for saved in VARIANTS
+        for loaded, case in cases.items()
+    }
+    copies = str(Path(folder, "copies"))
+    one_step(None, str(Path(folder, "2 in shards", "1")), copies)
+    return losses | {f"copies -> {loaded}": one_step(case, copies, None) for loaded, case in VARIANTS.items()}
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]], dict[str, float]]:
+    folder = tmp_path_factory.mktemp("chain")
+    losses = [run_group(step_of_each, size, str(folder), step, timeout=240)[0] for step, size in enumerate(CHAIN)]
+    return folder, losses, run_group(cross_over, 2, str(folder), timeout=240)[0]
+
+
+@cache
+def plain_losses() -> list[float]:
+    return train_words_plainly(CLIP).losses
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_goes_on_with_any_number_of_processes(name: str, chain: Any) -> None:
+    folder, losses, _ = chain
+    assert [step[name] for step in losses] == pytest.approx(plain_losses()[: len(CHAIN)], abs=1e-12)
+    names = {entry.name for entry in Path(folder, name, "0").iterdir()}
+    assert (IN_SHARDS if "shards" in name else WHOLE) < names
+    assert "manifest.json" in names
+
+
+def test_checkpoints_change_between_versions_forms_and_copies(chain: Any) -> None:
+    _, _, crossed = chain
+    whole = plain_losses()
+    expected = {name: whole[2 if name.startswith("copies") else len(CHAIN)] for name in crossed}
+    expected |= {name: whole[3] for name in crossed if name.startswith("copies ->")}
+    assert crossed == pytest.approx(expected, abs=1e-12)
+    assert len(crossed) == len(VARIANTS) * (len(VARIANTS) + 1) + len(VARIANTS)
+
+
+def test_shards_are_merged_from_the_files_alone(chain: Any, tmp_path: Path) -> None:
+    folder, _, _ = chain
+    merge_fsdp_weights(Path(folder, "2 in shards", "3"), tmp_path / "merged")
+    merge_fsdp_weights(Path(folder, "1 in shards", "3", "pytorch_model_fsdp_0"), tmp_path / "other", False)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    other = torch.load(tmp_path / "other" / "pytorch_model.bin", weights_only=True)
+    whole = torch.load(Path(folder, "2 whole", "3", "pytorch_model_fsdp.bin"), weights_only=True)
+    assert merged.keys() == other.keys() == whole.keys() == make_words().state_dict().keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-14)
+        torch.testing.assert_close(other[name], value, rtol=0, atol=1e-14)
+    fresh = Words().double()
+    fresh.load_state_dict(merged)
+
+
+# --- options, in one group of two processes --------------------------------------------------------------------------
+
+
+def sharding(version: int = 2, **options: Any) -> Accelerator:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    return fresh_accelerator(fsdp_plugin=plugin)
+
+
+def refused(action: Any) -> str:
+    try:
+        action()
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def ignored_modules_stay_whole() -> dict[str, Any]:
+    found = {}
+    for version in (1, 2):
+        accelerator = sharding(version, ignored_modules="embedding|head")
+        model = make_words()
+        model.embedding.weight.requires_grad_(False)
+        prepared_model = accelerator.prepare(model)
+        prepared_model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        found[version] = tuple(model.embedding.weight.shape), type(model.embedding.weight).__name__
+    return found
+
+
+def units_follow_the_policy() -> dict[str, list[str]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    policies: dict[str, dict[str, Any]] = {
+        "none": {},
+        "class": {**BY_CLASS, "transformer_cls_names_to_wrap": "Block,LayerNorm"},
+        "function": {"auto_wrap_policy": lambda module: isinstance(module, nn.LayerNorm)},
+    }
+    found = {}
+    for name, options in policies.items():
+        model = sharding(2, **options).prepare(make_words())
+        found[name] = [path for path, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return found
+
+
+def a_tied_unit_is_left_to_the_model() -> bool:
+    model: Any = sharding(2, auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)).prepare(make_words())
+    return model.head.weight is model.embedding.weight
+
+
+def an_optimizer_may_come_before_its_model() -> bool:
+    accelerator = sharding(2, **BY_CLASS)
+    model = make_words()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    sharded = accelerator.prepare(model)
+    own = [entry for group in optimizer.param_groups for entry in group["params"]]
+    return all(left is right for left, right in zip(own, sharded.parameters(), strict=True))
+
+
+def joined_parameters_have_one_group() -> str:
+    accelerator = sharding(1, **BY_CLASS)
+    model = make_words()
+    with_decay = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    without = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    optimizer = torch.optim.SGD([{"params": with_decay}, {"params": without, "weight_decay": 0.0}], lr=0.1)
+    return refused(lambda: accelerator.prepare(model, optimizer))
+
+
+def weights_must_come_from_somewhere() -> str:
+    return refused(lambda: sharding(2).prepare(make_words().to("meta")))
+
+
+def ignored_options_are_named() -> list[str]:
+    warn_once.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            FullyShardedDataParallelPlugin(fsdp_version=2, use_orig_params=True, sync_module_states=True)
+    return [str(entry.message).split("(")[1].split("=")[0] for entry in caught]
+
+
+def version_1_has_no_other_axes() -> str:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    sizes = ParallelismConfig(tp_size=2)
+    return refused(lambda: fresh_accelerator(fsdp_plugin=plugin, parallelism_config=sizes).prepare(make_words()))
+
+
+def weights_are_exported() -> list[str] | None:
+    accelerator = sharding(2, **BY_CLASS)
+    model = accelerator.prepare(make_words())
+    weights = accelerator.get_state_dict(model)
+    reference = make_words().state_dict()
+    same = all(torch.equal(value, reference[name]) for name, value in weights.items())
+    return [*weights] if same else None
+
+
+def elements_are_clipped() -> float:
+    accelerator = sharding(2, **BY_CLASS)
+    model, _, loader = prepared(accelerator)
+    words, following = next(iter(loader))
+    accelerator.backward(loss_of(model, words, following))
+    accelerator.clip_grad_value_(model.parameters(), 1e-4)
+    return max(float(entry.grad.full_tensor().abs().max()) for entry in model.parameters())
+
+
+def blocks_are_compiled_one_by_one() -> dict[str, Any]:
+    """Compile blocks that compute their activations again, then shard them; the loss must be that of plain blocks."""
+    from torch._dynamo.utils import counters
+
+    options = {**BY_CLASS, "activation_checkpointing": True}
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    losses = []
+    graphs = []
+    for plugin in (None, dynamo):
+        counters.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sharded = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+            accelerator = fresh_accelerator(fsdp_plugin=sharded, dynamo_plugin=plugin)
+            model, optimizer, loader = prepared(accelerator)
+            for words, following in loader:
+                loss = loss_of(model, words, following)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())
+        graphs.append(counters["stats"]["unique_graphs"])
+    return {"same": abs(losses[0] - losses[1]) < 1e-12, "plain": graphs[0], "compiled": graphs[1] > 0}
+
+
+OPTIONS = (
+    blocks_are_compiled_one_by_one,
+    ignored_modules_stay_whole,
+    units_follow_the_policy,
+    a_tied_unit_is_left_to_the_model,
+    an_optimizer_may_come_before_its_model,
+    joined_parameters_have_one_group,
+    weights_must_come_from_somewhere,
+    ignored_options_are_named,
+    version_1_has_no_other_axes,
+    weights_are_exported,
+    elements_are_clipped,
+)
+
+
+def every_option() -> dict[str, Any]:
+    return run_checks(*OPTIONS)
+
+
+def seen(check: Any) -> list[Any]:
+    return [rank[check.__name__] for rank in group_once(every_option, 2)]
+
+
+def test_ignored_modules_are_not_sharded() -> None:
+    assert seen(ignored_modules_stay_whole) == [{1: ((17, 8), "Parameter"), 2: ((17, 8), "Parameter")}] * 2
+
+
+def test_the_policy_says_what_is_sharded_on_its_own() -> None:
+    norms = [f"layers.{index}.norm" for index in range(3)]
+    blocks = [name for index in range(3) for name in (f"layers.{index}", norms[index])]
+    assert seen(units_follow_the_policy) == [{"none": [""], "class": ["", *blocks], "function": ["", *norms]}] * 2
+
+
+def test_ties_and_optimizers_are_kept() -> None:
+    assert seen(a_tied_unit_is_left_to_the_model) == [True, True]
+    assert seen(an_optimizer_may_come_before_its_model) == [True, True]
+
+
+def test_what_cannot_work_is_refused() -> None:
+    assert all("use_orig_params=True" in text for text in seen(joined_parameters_have_one_group))
+    assert all("cpu_ram_efficient_loading=True" in text for text in seen(weights_must_come_from_somewhere))
+    assert all("fsdp_version=2" in text for text in seen(version_1_has_no_other_axes))
+
+
+def test_options_without_meaning_are_named_once() -> None:
+    assert seen(ignored_options_are_named) == [["use_orig_params", "sync_module_states"]] * 2
+
+
+def test_weights_are_on_the_first_rank() -> None:
+    assert seen(weights_are_exported) == [list(make_words().state_dict()), []]
+    assert all(0 < value <= 1e-4 for value in seen(elements_are_clipped))
+
+
+def test_blocks_are_compiled_before_they_are_sharded() -> None:
+    assert seen(blocks_are_compiled_one_by_one) == [{"same": True, "plain": 0, "compiled": True}] * 2

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.parts import (
+    CustomPart,
+    LoaderPart,
+    LoadOptions,
+    ModelPart,
+    Part,
+    RandomPart,
+    SchedulerPart,
+    WeightsPart,
+)
+from accelerate.checkpointing.parts.host_copy import host_buffers, host_copy
+from accelerate.data_loader import prepare_data_loader
+from accelerate.devices import registry
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+CPU = registry.get("cpu")
+
+
+def save(part: Part, folder: Path) -> None:
+    with closing(StagedFolder(folder)) as staged:
+        part.write(part.snapshot(copy=False), staged)
+        staged.finish()
+
+
+def load(part: Part, folder: Path, **options: Any) -> None:
+    part.restore(part.read(folder, LoadOptions(**options)))
+
+
+class TestHostCopy:
+    def test_structure_kinds_and_sharing_are_kept_and_nothing_is_common_with_the_original(self) -> None:
+        shared = torch.arange(4.0)
+        state = OrderedDict(a=shared, b=[shared, (shared[1:], 3)], c=defaultdict(list, x=[1]), d=torch.empty(0))
+        state._metadata = "kept"  # type: ignore[attr-defined]
+        copied = host_copy(state)
+        assert type(copied) is OrderedDict
+        assert copied._metadata == "kept"
+        assert type(copied["c"]) is defaultdict
+        assert copied["b"][0] is copied["a"]
+        shared.zero_()
+        state["c"]["x"].append(2)
+        assert copied["a"].tolist() == [0, 1, 2, 3]
+        assert copied["b"][1][0].tolist() == [1, 2, 3]
+        assert copied["c"]["x"] == [1]
+
+    def test_memory_is_used_again_once_it_is_given_back(self) -> None:
+        state = {"a": torch.ones(1000), "b": torch.ones(10, 3).T, "c": torch.ones(7, dtype=torch.int16)}
+        first = {name: tensor.data_ptr() for name, tensor in host_copy(state).items()}
+        second = host_copy(state)
+        assert all(second[name].data_ptr() != address for name, address in first.items())
+        host_buffers().release()
+        third = host_copy(state)
+        addresses = {*first.values(), *(tensor.data_ptr() for tensor in second.values())}
+        assert {tensor.data_ptr() for tensor in third.values()} <= addresses
+        assert third["b"].tolist() == state["b"].tolist()
+
+
+class TestRandom:
+    def saved(self, folder: Path, seeds: list[int]) -> None:
+        for rank, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
+            save(RandomPart(SimpleNamespace(step=3), rank, CPU), folder)
+
+    def draws(self, folder: Path, rank: int, ranks: int, saved: int) -> list[float]:
+        counter = SimpleNamespace(step=0)
+        manifest = Manifest((), world_size=saved)
+        load(RandomPart(counter, rank, CPU), folder, rank=rank, world_size=ranks, manifest=manifest)
+        assert counter.step == 3
+        return [torch.rand(1).item(), random.random(), numpy.random.rand()]
+
+    def test_every_rank_takes_its_own(self, tmp_path: Path) -> None:
+        self.saved(tmp_path, [1, 2])
+        torch.manual_seed(2)
+        random.seed(2)
+        numpy.random.seed(2)
+        expected = [torch.rand(1).item(), random.random(), numpy.random.rand()]
+        assert self.draws(tmp_path, 1, 2, 2) == expected
+
+    def test_a_rank_more_draws_its_own_numbers_and_says_so(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.saved(tmp_path, [1, 2])
+        drawn = [self.draws(tmp_path, rank, 4, 2) for rank in range(4)]
+        assert len({tuple(numbers) for numbers in drawn}) == 4
+        assert self.draws(tmp_path, 3, 4, 2) == drawn[3]
+        assert "rank 3 has no random states" in caplog.text
+
+    def test_a_rank_more_draws_as_the_others_where_all_draw_alike(self, tmp_path: Path) -> None:
+        self.saved(tmp_path, [5, 5])
+        assert self.draws(tmp_path, 2, 3, 2) == self.draws(tmp_path, 0, 3, 2)
+
+    def test_what_another_library_wrote_is_restored_if_it_can_be(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        torch.save({"odd": SimpleNamespace()}, tmp_path / "random_states_0.pkl")
+        load(RandomPart(SimpleNamespace(step=1), 0, CPU), tmp_path)
+        assert "Random states are not restored" in caplog.text
+
+
+class TestLoaders:
+    def loader(self, stateful: bool) -> Any:
+        base: Any = DataLoader(range(12), batch_size=2)  # type: ignore[arg-type]
+        return prepare_data_loader(base, use_stateful_dataloader=stateful)
+
+    @pytest.mark.parametrize("after", [True, False])
+    @pytest.mark.parametrize("before", [True, False])
+    def test_a_position_means_the_same_to_both_kinds(self, tmp_path: Path, before: bool, after: bool) -> None:
+        first = self.loader(before)
+        for _, _batch in zip(range(2), first, strict=False):
+            pass
+        save(LoaderPart(first), tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["dl_state_dict.bin" if before else "loader.bin"]
+        second = self.loader(after)
+        load(LoaderPart(second), tmp_path)
+        assert [batch.tolist() for batch in second] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+    def test_a_loader_without_a_state_is_passed_over(self, tmp_path: Path) -> None:
+        plain: Any = DataLoader(range(4))  # type: ignore[arg-type]
+        save(LoaderPart(plain), tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        load(LoaderPart(plain), tmp_path)
+
+    def test_each_rank_writes_what_is_its_own(self, tmp_path: Path) -> None:
+        part = LoaderPart(self.loader(True), 1, rank=3)
+        assert part.everywhere
+        assert not LoaderPart(self.loader(False)).everywhere
+        save(part, tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["dl_state_dict_1_rank3.bin"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4),
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+            [2],
+        ),
+        lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+    ],
+)
+def test_schedulers_of_torch_are_read_without_running_code(tmp_path: Path, make: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    schedule = make(optimizer := torch.optim.SGD([weight], lr=0.1))
+    arguments = [1.0] if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) else []
+    optimizer.step()
+    schedule.step(*arguments)
+    save(SchedulerPart(schedule), tmp_path)
+    other = make(torch.optim.SGD([weight], lr=0.1))
+    load(SchedulerPart(other), tmp_path)
+    assert other.last_epoch == schedule.last_epoch
+    assert other.get_last_lr() == schedule.get_last_lr()
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    save(ModelPart(torch.compile(model, backend="eager")), tmp_path)  # type: ignore[arg-type]
+    other = torch.nn.Linear(2, 1)
+    load(ModelPart(other), tmp_path)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_weights_at_hand_are_written_and_read(tmp_path: Path) -> None:
+    weights = torch.nn.Linear(2, 1).state_dict()
+    for safe in (True, False):
+        save(WeightsPart(weights, 2, safe_serialization=safe), tmp_path)
+        part = WeightsPart(None, 2)
+        load(part, tmp_path)
+        assert part.weights().keys() == weights.keys()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model_2.safetensors", "pytorch_model_2.bin"]
+
+
+def test_a_file_with_other_objects_needs_trust(tmp_path: Path) -> None:
+    held = SimpleNamespace(state_dict=lambda: {"kind": SimpleNamespace()}, load_state_dict=lambda state: None)
+    save(SchedulerPart(held), tmp_path)
+    with pytest.raises(RuntimeError, match=r"scheduler\.bin' cannot be read.*weights_only"):
+        load(SchedulerPart(held), tmp_path)
+    load(SchedulerPart(held), tmp_path, load_kwargs={"weights_only": False})
+    save(CustomPart(held), tmp_path)
+    load(CustomPart(held), tmp_path)

@@ -1,0 +1,117 @@
+"""`accelerate to-fsdp2`: the file that it writes and the changes that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accelerate._base import warn_once
+from accelerate._base.errors import ConfigurationError
+from accelerate.commands import accelerate_cli
+from accelerate.commands.to_fsdp2 import (
+    ARGUMENT_KEY_MAPPING,
+    ARGUMENT_VALUE_MAPPING,
+    convert_config_to_fsdp2,
+    load_config,
+)
+from accelerate.config.files.reading import read_config_file
+from accelerate.config.sections.fsdp import FsdpOptions
+
+VERSION_1: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_forward_prefetch": False,
+        "fsdp_offload_params": False,
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp_sync_module_states": True,
+        "fsdp_transformer_layer_cls_to_wrap": "Block",
+        "fsdp_use_orig_params": True,
+    },
+    "mixed_precision": "bf16",
+    "num_processes": 2,
+}
+VERSION_2 = {
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_offload_params": False,
+    "fsdp_reshard_after_forward": False,
+    "fsdp_transformer_layer_cls_to_wrap": "Block",
+    "fsdp_version": 2,
+}
+REMOVED = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
+
+
+@pytest.fixture
+def old_file(tmp_path: Path) -> Path:
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(VERSION_1))
+    return path
+
+
+def test_a_file_is_converted_and_every_change_is_named(old_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new_file = old_file.with_name("new.yaml")
+    assert accelerate_cli.run(["to-fsdp2", "--config_file", str(old_file), "--output_file", str(new_file)]) == 0
+    assert yaml.safe_load(new_file.read_text()) == {**VERSION_1, "fsdp_config": VERSION_2}
+    assert read_config_file(new_file).distributed_type == "FSDP"  # it passes the check that launch makes
+    said = capsys.readouterr().out
+    assert "fsdp_sharding_strategy: SHARD_GRAD_OP becomes fsdp_reshard_after_forward: false." in said
+    assert all(f"- {key}: " in said and "is left out" in said for key in REMOVED)
+    assert yaml.safe_load(old_file.read_text()) == VERSION_1
+
+
+def test_a_file_is_replaced_on_request_only(old_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accelerate_cli.run(["to-fsdp2", "--config-file", str(old_file)]) != 0
+    assert "--overwrite" in capsys.readouterr().err
+    assert accelerate_cli.run(["to-fsdp2", "--config_file", str(old_file), "--output_file", str(old_file)]) != 0
+    assert yaml.safe_load(old_file.read_text()) == VERSION_1
+    assert accelerate_cli.run(["to-fsdp2", "--config_file", str(old_file), "--overwrite"]) == 0
+    assert yaml.safe_load(old_file.read_text())["fsdp_config"] == VERSION_2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "frees"),
+    [
+        ("FULL_SHARD", True),
+        ("SHARD_GRAD_OP", False),
+        ("HYBRID_SHARD", True),
+        ("NO_SHARD", False),
+        (1, True),
+        ("2", False),
+    ],
+)
+def test_strategies_become_yes_or_no(strategy: object, frees: bool, recwarn: pytest.WarningsRecorder) -> None:
+    warn_once.reset()
+    converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
+    assert converted["fsdp_config"] == {"fsdp_reshard_after_forward": frees, "fsdp_version": 2}
+    said = " ".join(str(entry.message) for entry in recwarn)
+    assert ("parallelism_config_dp_shard_size" in said) == ("HYBRID" in str(strategy))
+    assert ("MULTI_GPU" in said) == (strategy == "NO_SHARD")
+
+
+def test_what_is_converted_already_stays() -> None:
+    config = {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}
+    warn_once.reset()
+    with pytest.warns(UserWarning, match="already"):
+        assert convert_config_to_fsdp2(config) is config
+    with pytest.warns(UserWarning, match="no fsdp_config"):
+        assert convert_config_to_fsdp2({"num_processes": 1}) == {"num_processes": 1}
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("")
+    with pytest.raises(ConfigurationError, match="empty"):
+        load_config(empty)
+
+
+def test_every_option_is_known() -> None:
+    import dataclasses
+
+    options = {field.name for field in dataclasses.fields(FsdpOptions)}
+    assert options <= ARGUMENT_KEY_MAPPING.keys(), options - ARGUMENT_KEY_MAPPING.keys()
+    assert ARGUMENT_VALUE_MAPPING.keys() <= ARGUMENT_KEY_MAPPING.keys()

@@ -1,0 +1,238 @@
+"""The engine that reads ahead: right weights in any order, within its budget, and errors that reach the caller."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelerate.offload.budget import Budget, choose_budget
+from accelerate.offload.read_ahead import ReadAhead, Stop
+from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
+from accelerate.offload.travelling import TravellingWeight
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+ROWS = 2**18  # a megabyte in float32: larger than what is copied for its alignment, and whole pages
+COUNT = 8
+SIZE = 4 * (ROWS + 8)
+
+
+def stored(path: Path, dtype: str = "float32") -> OffloadedWeightsLoader:
+    save_file({f"w{i}": torch.full((ROWS + 8,), float(i)) for i in range(COUNT)}, path)
+    entry = {"safetensors_file": str(path), "dtype": dtype}
+    return OffloadedWeightsLoader(index={f"w{i}": {**entry, "weight_name": f"w{i}"} for i in range(COUNT)})
+
+
+def engine(
+    weights: OffloadedWeightsLoader, memory: int | str | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[ReadAhead, list[Stop]]:
+    made = ReadAhead(weights, memory)
+    return made, [made.register([(f"w{i}", dtype)], CPU) for i in range(COUNT)]
+
+
+def run(made: ReadAhead, stops: list[Stop], order: list[int]) -> None:
+    for number in order:
+        (weight,) = made.enter(stops[number])
+        assert weight.min() == weight.max() == number
+        made.leave(stops[number])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for threads to get something done, which they do sooner or later."""
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+ORDERS = {
+    "pass after pass": [*range(COUNT)] * 3,
+    "backwards": [*reversed(range(COUNT))] * 2,
+    "a branch": [0, 1, 2, 5, 6, 0, 1, 3, 4, 6, 0, 1, 2, 5, 6],
+    "one used again and again": [0, 7, 1, 7, 2, 7, 3, 7] * 2,
+    "skipped": [0, 4, 0, 4, 0, 1, 2, 3, 4, 5],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("memory", [None, 1, 3 * SIZE])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_any_order_gives_the_right_weights(order: list[int], memory: int | None, dtype: str, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    made, stops = engine(stored(tmp_path / "w.safetensors", dtype), memory, kind)
+    run(made, stops, order)
+    limit = made.budget.mapped if dtype == "float32" else made.budget.copied
+    until(lambda: max(made.used.mapped, made.used.copied) <= limit)
+
+
+def test_weights_come_before_they_are_asked_for(tmp_path: Path) -> None:
+    made, stops = engine(stored(tmp_path / "w.safetensors", "float64"), "1GB", torch.float64)
+    run(made, stops, [0])
+    until(lambda: made.used.copied == COUNT * 2 * SIZE)
+
+
+def test_the_budget_holds_and_a_part_of_the_model_stays_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up: list[TravellingWeight] = []
+    give_up = TravellingWeight.give_up
+    monkeypatch.setattr(TravellingWeight, "give_up", lambda weight: (given_up.append(weight), give_up(weight))[1])
+    made, stops = engine(stored(tmp_path / "w.safetensors"), 4 * SIZE)
+    for _ in range(3):
+        given_up.clear()
+        for number in range(COUNT):
+            made.enter(stops[number])
+            assert made.used.mapped <= 4 * SIZE
+            made.leave(stops[number])
+    assert made.budget == Budget(4 * SIZE, 4 * SIZE)
+    assert 0 < len(given_up) < COUNT  # giving up the oldest first would fetch every weight in every pass
+
+
+def test_a_module_larger_than_the_budget_still_runs(tmp_path: Path) -> None:
+    made = ReadAhead(stored(tmp_path / "w.safetensors"), 1)
+    stop = made.register([(f"w{i}", torch.float32) for i in range(COUNT)], CPU)
+    assert [int(weight[0]) for weight in made.enter(stop)] == [*range(COUNT)]
+    made.leave(stop)
+
+
+def test_tied_weights_are_fetched_once(tmp_path: Path) -> None:
+    weights = stored(tmp_path / "w.safetensors", "float64")
+    weights.add_aliases([["w0", "twin"]])
+    made = ReadAhead(weights)
+    first, second = (made.register([(name, torch.float64)], CPU) for name in ("w0", "twin"))
+    assert first.weights == second.weights
+    assert made.enter(first)[0] is made.enter(second)[0]
+
+
+def test_weights_in_memory_are_used_as_they_are() -> None:
+    held = {"a": torch.ones(3)}
+    made = ReadAhead(OffloadedWeightsLoader(held))
+    stop = made.register([("a", torch.float32)], CPU)
+    assert made.enter(stop)[0] is held["a"]
+    made.leave(stop)
+    assert made.used == Budget(0, 0)
+    assert stop.is_current()
+    held["a"] = torch.zeros(3)
+    assert not stop.is_current()
+
+
+def test_a_device_gets_copies() -> None:
+    """The meta device stands in for an accelerator: it has no streams, so the copies are made without a lane."""
+    made = ReadAhead(OffloadedWeightsLoader({"a": torch.ones(3), "b": torch.ones(2)}))
+    stops = [made.register([(name, torch.bfloat16)], META) for name in "ab"]
+    (tensor,) = made.enter(stops[0])
+    assert (tensor.device, tensor.dtype) == (META, torch.bfloat16)
+    made.leave(stops[0])
+    until(lambda: made.used.copied == 10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_was_written_to_a_weight_stays(dtype: str, tmp_path: Path) -> None:
+    made, stops = engine(stored(tmp_path / "w.safetensors", dtype), 1, getattr(torch, dtype))
+    (weight,) = made.enter(stops[0])
+    weight.add_(5)
+    made.leave(stops[0])
+    run(made, stops, [1, 2, 3, 4, 5, 6, 7])
+    assert made.enter(stops[0])[0][0] == 5
+    made.leave(stops[0])
+    again, others = engine(stored(tmp_path / "v.safetensors", dtype))
+    run(again, others, [0])
+
+
+def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    made, stops = engine(stored(tmp_path / "w.safetensors"), 1)
+    run(made, stops, [0, 1, 2])
+    with (tmp_path / "w.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(RuntimeError, match=r"w\.safetensors.*to 1000 bytes"):
+        made.enter(stops[3])
+
+
+def test_a_file_that_is_gone_is_an_error_when_the_model_is_dispatched(tmp_path: Path) -> None:
+    weights = stored(tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"w\.safetensors"):
+        engine(weights)
+
+
+def test_many_files_need_no_descriptors(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {f"w{i}": torch.full((3,), float(i)) for i in range(50)})
+    before = len([*Path("/proc/self/fd").iterdir()])
+    made = ReadAhead(OffloadedWeightsLoader(save_folder=tmp_path))
+    stops = [made.register([(f"w{i}", torch.float32)], CPU) for i in range(50)]
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 2
+    run(made, stops, [*range(50)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_threads_share_an_engine(dtype: str, tmp_path: Path) -> None:
+    made, stops = engine(stored(tmp_path / "w.safetensors", dtype), 3 * SIZE, getattr(torch, dtype))
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed)).tolist()
+        try:
+            run(made, stops, order * 4)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(weight.users == 0 for stop in stops for weight in stop.weights)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "accelerate-read-ahead"]
+
+
+def test_an_engine_that_nobody_uses_ends_its_threads(tmp_path: Path) -> None:
+    gc.collect()
+    until(lambda: not readers())
+    made, stops = engine(stored(tmp_path / "w.safetensors"))
+    run(made, stops, [0])
+    assert readers()
+    gone = weakref.ref(made)
+    del made, stops
+    gc.collect()
+    until(lambda: gone() is None and not readers())
+
+
+def test_a_forked_process_starts_its_own_threads(tmp_path: Path) -> None:
+    made, stops = engine(stored(tmp_path / "w.safetensors", "float64"), None, torch.float64)
+    run(made, stops, [0, 1])
+    until(lambda: made.used.copied == COUNT * 2 * SIZE)
+    child = os.fork()
+    if child == 0:
+        try:
+            run(made, stops, [0, 1, 2])
+            os._exit(0 if readers() else 3)
+        except BaseException:
+            os._exit(4)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_budget_is_given_or_measured() -> None:
+    given = choose_budget("2MB", CPU, largest=100)
+    assert given.value == Budget(2_000_000, 2_000_000)
+    assert "2MB" in given.reason
+    assert choose_budget(10, CPU, largest=100).value == Budget(200, 200)  # two modules always have room
+    measured = choose_budget(None, CPU, largest=100)
+    assert measured.value.copied < measured.value.mapped
+    assert "free" in measured.reason
+    assert choose_budget(None, META, largest=0).value.copied > 0
+    with pytest.raises(ValueError, match="lots"):
+        choose_budget("lots", CPU, largest=0)
