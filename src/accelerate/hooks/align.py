@@ -206,7 +206,7 @@ class AlignDevicesHook(ModelHook):
                 self._set(module, name, META)
             if type(module).__name__ == "Linear8bitLt":  # it keeps its weight a second time in its state
                 module.state.SCB = None  # type: ignore[union-attr]
-                module.state.CxB = None  # type: ignore[union-attr]
+                module.state.CB = None  # type: ignore[union-attr]
             for address, device in self._borrowed:
                 (self.tied_params_map or {}).get(address, {}).pop(device, None)
             self._borrowed.clear()

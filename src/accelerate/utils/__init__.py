@@ -103,8 +103,9 @@ else:
                     "torchao_required"
                 ),
                 "accelerate.utils.launch": (
-                    "PrepareForLaunch _filter_args prepare_deepspeed_cmd_env prepare_multi_gpu_env "
-                    "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu"
+                    "PrepareForLaunch _filter_args env_var_path_add prepare_deepspeed_cmd_env "
+                    "prepare_extend_env_parallelism_config prepare_multi_gpu_env prepare_sagemager_args_inputs "
+                    "prepare_simple_launcher_cmd_env prepare_tpu setup_fp8_env"
                 ),
                 "accelerate.utils.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
                 "accelerate.utils.modeling": (

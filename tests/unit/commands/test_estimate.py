@@ -146,7 +146,6 @@ def test_quantised_weights_are_noted(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["not a name"], "Pass a folder or file with weights"),
         (["{tmp}", "--num_processes", "0"], "--num_processes 0"),
         (["{tmp}", "--tp", "0"], "--tp 0"),
-        (["{tmp}", "--num_processes", "6", "--fsdp", "2", "--tp", "2"], "Give a multiple of 4"),
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(
@@ -162,6 +161,14 @@ def test_a_mistake_is_one_line_and_code_2(
     assert printed.out == ""
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_a_layout_that_does_not_fill_the_processes_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
+    assert run(["estimate-memory", str(tmp_path), "--num_processes", "6", "--fsdp", "2", "--tp", "2"]) == 2
+    assert "Give a multiple of 4" in capsys.readouterr().err
 
 
 def test_a_folder_of_safetensors_needs_no_torch(tmp_path: Path) -> None:
@@ -348,7 +355,7 @@ def test_a_plan_fills_the_places_in_order_and_says_why(tmp_path: Path, capsys: p
     assert sum(size for _, size in found.values()) == 8 * 4000
     assert plan["parts"][-1]["place"] == "disk"
     assert plan["parts"][0]["reason"] == "3.91 KB fit in 5.86 KB"
-    assert plan["parts"][-1]["reason"].startswith("cpu is full since layers.")
+    assert plan["parts"][-1]["reason"] == "3.91 KB do not fit in 1.95 KB on cpu"
 
 
 def test_a_plan_in_a_smaller_dtype_needs_less_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

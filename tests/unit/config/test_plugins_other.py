@@ -17,7 +17,6 @@ from accelerate.utils import (
     BnbQuantizationConfig,
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
-    FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
@@ -98,7 +97,6 @@ def test_tensor_parallel_options() -> None:
 @pytest.mark.parametrize(
     "plugins",
     [
-        {"fsdp_plugin": FullyShardedDataParallelPlugin},
         {"deepspeed_plugin": DeepSpeedPlugin},
         {"megatron_lm_plugin": MegatronLMPlugin},
     ],

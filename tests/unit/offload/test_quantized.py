@@ -153,6 +153,7 @@ def test_weights_on_the_disk_are_in_8_bits(model: Model, checkpoint: Path, tmp_p
     for _ in range(2):
         assert error(loaded, in_memory) == 0
     assert loaded.up.weight.device.type == "meta"
+    assert loaded.up.state.CB is None
     written = sum(file.stat().st_size for file in (tmp_path / "offload").glob("up.*"))
     assert written < model.up.weight.nbytes / 2
 

@@ -36,8 +36,3 @@ def test_settling_waits_for_a_thread_at_work() -> None:
     gloo_threads.settle()
     assert work.is_completed()
     assert target[0].sum() == 30_000_000
-
-
-def test_settling_returns_at_once_without_a_group() -> None:
-    assert gloo_threads.activity() == {}
-    gloo_threads.settle()
