@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -95,6 +96,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def drop_pages(folder: Path) -> None:
     """Drop the checkpoint from the page cache: what is written but not yet on the disk cannot be dropped."""
+    gc.collect()  # nor what a model that nobody holds any more has mapped
     for file in folder.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
