@@ -205,8 +205,8 @@ class AlignDevicesHook(ModelHook):
             for name in self._offloaded_names(module):
                 self._set(module, name, META)
             if type(module).__name__ == "Linear8bitLt":  # it keeps its weight a second time in its state
-                module.state.SCB = None  # type: ignore[union-attr]
-                module.state.CB = None  # type: ignore[union-attr]
+                kept: Any = module.state
+                kept.SCB = kept.CB = None
             for address, device in self._borrowed:
                 (self.tied_params_map or {}).get(address, {}).pop(device, None)
             self._borrowed.clear()

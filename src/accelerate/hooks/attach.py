@@ -157,7 +157,12 @@ def attach_align_device_hook_on_blocks(
     preload = frozenset(preload_module_classes or ())
     engine = _engine(weights_map, offload_memory)
     settings = _Settings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+    if isinstance(execution_device, Mapping):
+        devices: Mapping[str, Place | None] = execution_device
+        offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    elif isinstance(offload, Mapping):
+        devices, offloaded = dict.fromkeys(offload, execution_device), offload
+    else:
         if offload:
             _attach_align(module, module_name, execution_device, True, settings, set())
             return
@@ -165,9 +170,6 @@ def attach_align_device_hook_on_blocks(
             module, settings.hook(module_name, execution_device, io_same_device=True, place_submodules=True)
         )
         return
-    names = (execution_device if isinstance(execution_device, Mapping) else offload).keys()  # type: ignore[union-attr]
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
-    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
     _attach_blocks(module, module_name, devices, offloaded, settings, set())
 
 

@@ -54,8 +54,9 @@ def is_named(name: str, listed: Iterable[str]) -> bool:
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the modules that keep their precision: the output head, and those that share a weight."""
-    if callable(getattr(model, "tie_weights", None)):
-        model.tie_weights()  # type: ignore[operator]
+    tie = getattr(model, "tie_weights", None)
+    if callable(tie):
+        tie()
     tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
     prefix = getattr(model, "base_model_prefix", None)
     is_base = isinstance(prefix, str) and not hasattr(model, prefix)

@@ -56,6 +56,7 @@ class OptimizerPart(ObjectPart):
 
     def __init__(self, optimizer: Any, index: int = 0) -> None:
         super().__init__(f"optimizer {index}", names.optimizer_file(index), optimizer)
+        self.optimizer = optimizer
         self.index = index
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
@@ -65,7 +66,8 @@ class OptimizerPart(ObjectPart):
         state = sharded.by_position(
             sharded.read_whole(shards)["optimizer"] if is_sharded else super().read(folder, options)
         )
-        saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], self._groups))
+        own_groups: list[dict[str, Any]] = self.optimizer.param_groups
+        saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], own_groups))
         if saved != own:
             raise CheckpointError(
                 f"{str(folder / self.file)!r} is of an optimizer with {saved} parameters in its groups, and the one here "
@@ -73,11 +75,6 @@ class OptimizerPart(ObjectPart):
                 "when the checkpoint was saved."
             )
         return state
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.held.param_groups  # type: ignore[attr-defined]
-        return groups
 
 
 class SchedulerPart(ObjectPart):

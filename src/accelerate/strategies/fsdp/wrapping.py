@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -103,15 +102,15 @@ def prepare_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
     return lambda module: id(inner_block(module)) in chosen
 
 
-def _three_arguments(policy: Any) -> Policy:
+def _three_arguments(policy: Policy) -> Policy:
     """Return a policy in torch's form, `policy(module, recurse, nonwrapped_numel)`; a plain question becomes one."""
     try:
         parameters = inspect.signature(policy).parameters
     except (TypeError, ValueError):
-        return policy  # type: ignore[no-any-return]
+        return policy
     if len(parameters) == 1 and not any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
         return lambda module, recurse, nonwrapped_numel: recurse or policy(module)
-    return policy  # type: ignore[no-any-return]
+    return policy
 
 
 def _select(module: nn.Module, name: str, policy: Policy, ignored: set[int], found: list[str]) -> int:
