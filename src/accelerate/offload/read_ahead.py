@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ FEWEST_AHEAD = 16
 """How many modules are asked for ahead even if they are larger than the window."""
 MOST_AHEAD = 512
 _BATCH = 16
+_SECONDS_TO_LEAVE = 5.0
 
 
 @dataclass(eq=False)
@@ -193,9 +196,11 @@ class ReadAhead:
         num_threads = 1 if any(lane is not None for lane in lanes.values()) else NUM_THREADS
         if any(not weight.is_held for weight in self._weights.values()):
             for _ in range(num_threads):
-                threading.Thread(
+                thread = threading.Thread(
                     target=_serve, args=(weakref.ref(self), self._queue), name="accelerate-read-ahead", daemon=True
-                ).start()
+                )
+                _threads[thread] = self._queue
+                thread.start()
             weakref.finalize(self, _stop, self._queue, num_threads)
 
     def _set_window(self) -> None:
@@ -301,6 +306,11 @@ class ReadAhead:
             logger.debug("A weight could not be read ahead: %s", error)
 
 
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[TravellingWeight | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _serve(engine: weakref.ref[ReadAhead], queue: SimpleQueue[TravellingWeight | None]) -> None:
     """Fetch what is asked for, for as long as the engine is in use."""
     while (weight := queue.get()) is not None:
@@ -314,3 +324,17 @@ def _serve(engine: weakref.ref[ReadAhead], queue: SimpleQueue[TravellingWeight |
 def _stop(queue: SimpleQueue[TravellingWeight | None], num_threads: int) -> None:
     for _ in range(num_threads):
         queue.put(None)
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Wait for what is being fetched: a thread inside torch when the interpreter goes down aborts the process."""
+    running = dict(_threads)
+    for thread, queue in running.items():
+        if thread.is_alive():
+            with suppress(Empty):
+                while True:
+                    queue.get_nowait()
+            _stop(queue, NUM_THREADS)
+    for thread in running:
+        thread.join(_SECONDS_TO_LEAVE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -17,13 +19,14 @@ from safetensors.torch import save_file
 from accelerate.offload.budget import Budget, choose_budget
 from accelerate.offload.read_ahead import ReadAhead, Stop
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
-from accelerate.offload.travelling import TravellingWeight
+from accelerate.offload.travelling import TravellingWeight, Where
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
 ROWS = 2**18  # a megabyte in float32: larger than what is copied for its alignment, and whole pages
 COUNT = 8
 SIZE = 4 * (ROWS + 8)
+ON_THE_WAY = (Where.ASKED, Where.COMING)
 
 
 def stored(path: Path, dtype: str = "float32") -> OffloadedWeightsLoader:
@@ -92,6 +95,7 @@ def test_the_budget_holds_and_a_part_of_the_model_stays_in_memory(
         given_up.clear()
         for number in range(COUNT):
             made.enter(stops[number])
+            until(lambda: not any(weight.where in ON_THE_WAY for stop in stops for weight in stop.weights))
             assert made.used.mapped <= 4 * SIZE
             made.leave(stops[number])
     assert made.budget == Budget(4 * SIZE, 4 * SIZE)
@@ -236,3 +240,26 @@ def test_a_budget_is_given_or_measured() -> None:
     assert choose_budget(None, META, largest=0).value.copied > 0
     with pytest.raises(ValueError, match="lots"):
         choose_budget("lots", CPU, largest=0)
+
+
+ENDS_WHILE_IT_READS = """
+import sys
+import torch
+from accelerate.offload.read_ahead import ReadAhead
+from accelerate.offload.store import OffloadedWeightsLoader
+from safetensors.torch import save_file
+
+path, count = sys.argv[1], 4
+save_file({f"w{i}": torch.zeros(2**24, dtype=torch.float16) for i in range(count)}, path)
+entry = {"safetensors_file": path, "dtype": "float64"}
+made = ReadAhead(OffloadedWeightsLoader(index={f"w{i}": {**entry, "weight_name": f"w{i}"} for i in range(count)}), "4GB")
+stops = [made.register([(f"w{i}", torch.float64)], torch.device("cpu")) for i in range(count)]
+made.enter(stops[0])
+made.leave(stops[0])
+"""
+
+
+def test_a_program_that_ends_while_weights_come_ends_well(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS_WHILE_IT_READS, str(tmp_path / "w.safetensors")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
