@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from .._base.errors import AccelerateError
 
@@ -76,7 +78,25 @@ _TABLE = (
 
 def main() -> None:
     """Run the sub-command that the command line names."""
-    sys.exit(run(sys.argv[1:]))
+    leave(lambda: run(sys.argv[1:]))
+
+
+def leave(program: Callable[[], int]) -> NoReturn:
+    """Run a program and end this process with its exit code.
+
+    Where torch was loaded, its modules are not taken down one by one: nobody needs them, and it takes a tenth of the
+    time of a short run.
+    """
+    try:
+        code: object = program()
+    except SystemExit as error:
+        code = 0 if error.code is None else error.code
+    if not isinstance(code, int) or "torch" not in sys.modules:
+        sys.exit(code)  # type: ignore[arg-type]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -231,9 +231,9 @@ def _no_sagemaker(place: str) -> ConfigurationError:
 
 def main() -> None:
     """Run the program `accelerate-launch`."""
-    from .accelerate_cli import find, run_command
+    from .accelerate_cli import find, leave, run_command
 
-    sys.exit(run_command(find("launch"), sys.argv[1:]))
+    leave(lambda: run_command(find("launch"), sys.argv[1:]))
 
 
 if __name__ == "__main__":

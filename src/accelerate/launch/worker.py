@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import faulthandler
 import io
-import json
-import runpy
 import sys
-import time
-import traceback
 import types
 from pathlib import Path
 
-_OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>")
+# What only a failure needs is imported there: every worker of every run waits for what stands here.
 
 
 def main(arguments: list[str]) -> None:
@@ -38,6 +34,8 @@ def main(arguments: list[str]) -> None:
         _record(record, error, _place(error) if error.code not in {None, 0} else None)
         raise
     except BaseException as error:  # noqa: BLE001 - it is reported as the interpreter does, then the process ends
+        import traceback
+
         error.__traceback__ = _without_own_frames(error.__traceback__)
         _record(record, error, "".join(traceback.format_exception(error)))
         sys.excepthook(type(error), error, error.__traceback__)
@@ -46,6 +44,8 @@ def main(arguments: list[str]) -> None:
 
 def _run_script(path: str) -> None:
     if Path(path).is_dir() or path.endswith((".zip", ".pyz", ".pyc")):
+        import runpy
+
         runpy.run_path(path, run_name="__main__")
         return
     # A module that stays: functions pickled by name and exit handlers look for it in sys.modules until the end.
@@ -60,6 +60,8 @@ def _run_script(path: str) -> None:
 
 
 def _run_module(name: str) -> None:
+    import runpy
+
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
@@ -111,14 +113,19 @@ def _stops_for_now(code: object) -> bool:
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    import runpy
+
+    own = (__file__, runpy.__file__, "<frozen runpy>")
     rest = trace
-    while rest is not None and rest.tb_frame.f_code.co_filename in _OWN_FRAMES:
+    while rest is not None and rest.tb_frame.f_code.co_filename in own:
         rest = rest.tb_next
     # A file that cannot be opened or a module that is not there fails in our frames alone; show no frame then.
     return rest
 
 
 def _place(error: BaseException) -> str:
+    import traceback
+
     frames = traceback.extract_tb(_without_own_frames(error.__traceback__))
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     code = error.code if isinstance(error, SystemExit) else None
@@ -128,6 +135,9 @@ def _place(error: BaseException) -> str:
 def _record(path: Path | None, error: BaseException, text: str | None) -> None:
     if path is None or text is None:
         return
+    import json
+    import time
+
     now = time.time()
     message = {
         "message": f"{type(error).__name__}: {error}",

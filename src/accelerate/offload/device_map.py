@@ -17,11 +17,20 @@ def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> 
     Args:
         module_name: Shorten only what lies at or below this module.
     """
-    below: dict[str, list[Place]] = {}
+    first: dict[str, Place] = {}
+    several: set[str] = set()
+    mixed: set[str] = set()
     for name, place in device_map.items():
-        for prefix in set(prefixes(name)):
-            below.setdefault(prefix, []).append(place)
-    uniform = {prefix for prefix, places in below.items() if len(places) > 1 and len(set(places)) == 1}
+        for prefix in prefixes(name) if name else [""]:
+            if prefix not in first:
+                first[prefix] = place
+                continue
+            several.add(prefix)
+            if first[prefix] != place:
+                mixed.add(prefix)
+    uniform = several - mixed
+    if not uniform:
+        return dict(device_map)
     shortened: dict[str, Place] = {}
     for name, place in device_map.items():
         shortened[_shortest(name, uniform, module_name)] = place

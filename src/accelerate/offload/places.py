@@ -55,10 +55,18 @@ def is_offload(place: Place) -> bool:
 
 def prefixes(name: str) -> list[str]:
     """Return a dotted name and all modules above it, the nearest first and the root `""` last."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)] + [""]
+    found = [name]
+    while "." in name:
+        name = name.rpartition(".")[0]
+        found.append(name)
+    found.append("")
+    return found
 
 
 def lookup(table: Mapping[str, T], name: str) -> T | None:
     """Return the entry of the nearest module at or above `name`."""
-    return next((table[prefix] for prefix in prefixes(name) if prefix in table), None)
+    while name not in table:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return table[name]

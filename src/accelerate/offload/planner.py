@@ -18,12 +18,13 @@ from .reserve import Reserve
 from .sizes import (
     Dtype,
     as_class_names,
-    compute_module_sizes,
     convert_file_size_to_int,
     is_splittable,
     parts_of,
+    sizes_in,
 )
-from .ties import find_tied_parameters
+from .ties import find_tied_parameters, ties_in
+from .tree import Tree
 
 Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
 
@@ -147,6 +148,7 @@ class Planner:
         sizes: Mapping[str, int],
         no_split: set[str],
         fallback: bool = False,
+        ties: list[list[str]] | None = None,
     ) -> None:
         accelerators = [device for device in limits if not is_offload(device)]
         self.limits: dict[int | str, int | None] = {**limits, DISK: None}
@@ -155,11 +157,11 @@ class Planner:
         if accelerators and isinstance(accelerators[0], str):
             self.reserving = {accelerators[0]}  # one unindexed accelerator works in the host's own memory
         self.sizes, self.no_split, self.fallback = sizes, no_split, fallback
-        self.tied_parameters = find_tied_parameters(model)
+        self.tied_parameters = find_tied_parameters(model) if ties is None else ties
         self.ties = _ties_by_module(self.tied_parameters)
         self.queue: list[Part] = list(reversed(parts_of(model)))  # the next one is at the end
         self.waiting: dict[str, nn.Module | torch.Tensor] = dict(self.queue)
-        self.reserve = Reserve(parts_of(model), sizes, no_split)
+        self.reserve = Reserve(model, sizes, no_split)
         self.plan = Plan(used=dict.fromkeys(self.devices, 0))
         self.current = 0
 
@@ -279,14 +281,15 @@ def infer_auto_device_map(
         fallback_allocation: Where the next module fits no more on a device that is still empty, try a later one.
     """
     limits = get_max_memory(max_memory)
-    sizes = compute_module_sizes(model, dtype, special_dtypes)
-    planner = Planner(model, limits, sizes, as_class_names(no_split_module_classes), fallback_allocation)
+    tree = Tree(model)  # walked once for all that is asked of it
+    sizes, no_split = sizes_in(tree, dtype, special_dtypes), as_class_names(no_split_module_classes)
+    planner = Planner(model, limits, sizes, no_split, fallback_allocation, ties_in(tree))
     plan = planner.run()
     if verbose:
         print("\n".join(plan.notes))  # noqa: T201 - the user asked to see it
     device_map = plan.device_map
     if not offload_buffers and any(not is_offload(device) for device in limits):
-        _warn_about_buffers(model, plan, limits, compute_module_sizes(model, dtype, special_dtypes, buffers_only=True))
+        _warn_about_buffers(model, plan, limits, sizes_in(tree, dtype, special_dtypes, buffers_only=True))
     check_tied_parameters_on_same_device(planner.tied_parameters, device_map)
     return clean_device_map(device_map) if clean_result else device_map
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from .._base.enums import CustomDtype
 from .._base.errors import ConfigurationError
-from .tree import all_buffers, all_parameters, children_of, has_children, own_buffers, own_parameters
+from .tree import Tree, children_of, has_children, own_buffers, own_parameters
 
 Dtype: TypeAlias = str | torch.dtype | CustomDtype
 NamedParts: TypeAlias = Sequence[tuple[str, nn.Module | torch.Tensor]]
@@ -71,8 +70,6 @@ def tensor_size(
     name: str, tensor: torch.Tensor, dtype: Dtype | None, special_dtypes: Mapping[str, Dtype] | None
 ) -> int:
     """Return the bytes that a tensor will take once loaded as `dtype`, or as its entry in `special_dtypes`."""
-    if dtype is None and not special_dtypes:
-        return tensor.numel() * tensor.dtype.itemsize
     if special_dtypes is not None and name in special_dtypes:
         per_element = _element_size(special_dtypes[name])
     elif dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -95,17 +92,40 @@ def compute_module_sizes(
         special_dtypes: The dtype of single tensors by name, before `dtype`.
         buffers_only: Leave the parameters out.
     """
-    tensors: Iterable[tuple[str, torch.Tensor]]
-    tensors = all_buffers(model) if buffers_only else chain(all_parameters(model), all_buffers(model))
+    return sizes_in(Tree(model), dtype, special_dtypes, buffers_only)
+
+
+def sizes_in(
+    tree: Tree,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return what `compute_module_sizes` does, for a model whose tree was walked already."""
     sizes: defaultdict[str, int] = defaultdict(int)
-    for name, tensor in tensors:
-        size = tensor_size(name, tensor, dtype, special_dtypes)
-        sizes[""] += size
-        end = name.find(".")
-        while end != -1:
-            sizes[name[:end]] += size
-            end = name.find(".", end + 1)
-        sizes[name] += size
+    totals, holders = [0] * len(tree.modules), bytearray(len(tree.modules))
+    as_stored = dtype is None and not special_dtypes
+    seen: set[int] = set()
+    for number, (prefix, module) in enumerate(zip(tree.prefixes, tree.modules, strict=True)):
+        sizes[prefix[:-1]] = 0  # a module stands before what is in it
+        for table in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or id(tensor) in seen:
+                    continue  # a shared tensor counts under its first name
+                seen.add(id(tensor))
+                key = prefix + name
+                size = tensor.nbytes if as_stored else tensor_size(key, tensor, dtype, special_dtypes)
+                sizes[key] = size
+                totals[number] += size
+                holders[number] = 1
+    for number in range(len(tree.modules) - 1, 0, -1):
+        totals[tree.above[number]] += totals[number]
+        holders[tree.above[number]] |= holders[number]
+    for number, prefix in enumerate(tree.prefixes):
+        if holders[number]:
+            sizes[prefix[:-1]] = totals[number]
+        else:
+            del sizes[prefix[:-1]]
     return sizes
 
 

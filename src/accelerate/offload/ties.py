@@ -9,18 +9,29 @@ import torch
 from torch import nn
 
 from .tensors import TiedCache, address_of, owner_of
-from .tree import all_parameters
+from .tree import Tree
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Return the groups of names under which one and the same parameter is found, each group sorted."""
-    first: dict[int, str] = {}
+    return ties_in(Tree(model))
+
+
+def ties_in(tree: Tree) -> list[list[str]]:
+    """Return what `find_tied_parameters` does, for a model whose tree was walked already."""
+    seen: set[int] = set()
     groups: dict[int, list[str]] = {}
-    for name, parameter in all_parameters(model, shared_once=False):
-        # A list for every parameter would keep the garbage collector busy on a large model.
-        known = first.setdefault(id(parameter), name)
-        if known is not name:
-            groups.setdefault(id(parameter), [known]).append(name)
+    for module in tree.modules:
+        for parameter in module._parameters.values():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+            elif parameter is not None:
+                groups[id(parameter)] = []
+    if groups:  # only now names are worth making
+        for prefix, module in zip(tree.prefixes, tree.modules, strict=True):
+            for name, parameter in module._parameters.items():
+                if id(parameter) in groups:
+                    groups[id(parameter)].append(prefix + name)
     return sorted(sorted(group) for group in groups.values())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -35,47 +33,26 @@ def own_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in module._buffers.items() if tensor is not None]
 
 
-def walk(model: nn.Module, shared_once: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with the beginning of the names in it (`"layer.0."`), parents before children.
+class Tree:
+    """All modules of a model under all their names, parents before children.
 
-    Args:
-        shared_once: Pass over a module that was met under another name.
+    The lists are parallel: an object for each module would keep the garbage collector busy.
     """
-    seen: set[int] = set()
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        prefix, module = stack.pop()
-        if shared_once:
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-        yield prefix, module
-        for name, child in reversed(module._modules.items()):
-            if child is not None:
-                stack.append((f"{prefix}{name}.", child))
 
+    def __init__(self, model: nn.Module) -> None:
+        self.prefixes: list[str] = []
+        """The beginning of the names in each module: `"layer.0."`."""
+        self.modules: list[nn.Module] = []
+        self.above: list[int] = []
+        """The number of the module that holds each one; the root has -1."""
+        self._add("", model, -1)
 
-def all_parameters(model: nn.Module, shared_once: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter by its full name.
-
-    Args:
-        shared_once: Yield a tied parameter under its first name only.
-    """
-    seen: set[int] = set()
-    for prefix, module in walk(model, shared_once):
-        for name, tensor in module._parameters.items():
-            if tensor is None or id(tensor) in seen:
-                continue
-            if shared_once:
-                seen.add(id(tensor))
-            yield prefix + name, tensor
-
-
-def all_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every buffer by its full name, a shared one once."""
-    seen: set[int] = set()
-    for prefix, module in walk(model):
-        for name, tensor in module._buffers.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield prefix + name, tensor
+    def _add(self, prefix: str, module: nn.Module, above: int) -> None:
+        number = len(self.modules)
+        self.prefixes.append(prefix)
+        self.modules.append(module)
+        self.above.append(above)
+        if module._modules:
+            for name, child in module._modules.items():
+                if child is not None:
+                    self._add(f"{prefix}{name}.", child, number)
