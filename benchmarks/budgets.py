@@ -114,15 +114,22 @@ def bare_import_lines(results: Results) -> Iterator[Line]:
 
 
 def help_lines(results: Results) -> Iterator[Line]:
-    ours, other = results[OURS].quiet("accelerate"), results.get(REFERENCE)
-    yield Line(
-        label="accelerate launch --help",
-        unit="s",
-        budget="<= 0.25 s",
-        ours=ours,
-        passed=ours <= 0.25,
-        reference=other.quiet("accelerate") if other else None,
-    )
+    samples, other = results[OURS], results.get(REFERENCE)
+    for series, label in (
+        ("help", "accelerate --help"),
+        ("launch help", "accelerate launch --help"),
+        ("config", "accelerate config default"),
+        ("env", "accelerate env"),
+    ):
+        ours = samples.quiet(series)
+        yield Line(
+            label=label,
+            unit="s",
+            budget="<= 0.25 s",
+            ours=ours,
+            passed=ours <= 0.25,
+            reference=other.quiet(series) if other else None,
+        )
 
 
 def one_process_lines(results: Results) -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""What the launcher costs: its help, one process beside `python`, and two processes beside torchrun."""
+"""What the launcher costs: commands that start nothing, one process beside `python`, and two processes beside torchrun."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ def time_of_children() -> float:
 def measure(kind: str, script: Path) -> dict[str, list[float]]:
     launch = [*ACCELERATE, "launch", "--cpu"]
     if kind == "help":
-        return alternate({"accelerate": runner([*ACCELERATE, "launch", "--help"])}, 7, 1, time_of_children)
+        config = ("config", "default", "--config_file")
+        loops = {
+            "help": runner([*ACCELERATE, "--help"]),
+            "launch help": runner([*ACCELERATE, "launch", "--help"]),
+            "config": lambda: runner([*ACCELERATE, *config, str(script.with_name(f"{time.time_ns()}.yaml"))])(),
+            "env": runner([*ACCELERATE, "env"]),
+        }
+        return alternate(loops, 5, 1, time_of_children)
     if kind == "one":
         loops = {"plain": runner([PYTHON, str(script)]), "accelerate": runner([*launch, str(script)])}
         return alternate(loops, 7, 1, time_of_children)
