@@ -15,7 +15,7 @@ import numpy
 
 _COLUMNS, _ROWS = 509, 64
 _SEGMENT = _COLUMNS * _ROWS * 8
-_READ_AT_ONCE = 8 * _SEGMENT
+_READ_AT_ONCE = 32 * _SEGMENT
 _WORD = numpy.dtype("<u8")
 _METHOD = "column-sums"
 
