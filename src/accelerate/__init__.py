@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from accelerate import big_modeling as big_modeling
     from accelerate import checkpointing as checkpointing
     from accelerate import data_loader as data_loader
+    from accelerate import errors as errors
     from accelerate import hooks as hooks
     from accelerate import inference as inference
     from accelerate import launchers as launchers
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
     from accelerate.utils.random import synchronize_rng_states as synchronize_rng_states
 else:
     _MODULES = (
-        "accelerator big_modeling checkpointing data_loader hooks inference launchers local_sgd logging optimizer "
-        "parallelism_config scheduler state tracking utils"
+        "accelerator big_modeling checkpointing data_loader errors hooks inference launchers local_sgd logging "
+        "optimizer parallelism_config scheduler state tracking utils"
     )
     _TABLE = {
         **{name: f"accelerate.{name}" for name in _MODULES.split()},

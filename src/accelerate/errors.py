@@ -1,0 +1,23 @@
+"""The exceptions that a program can catch: `AccelerateError`, and below it one for each kind of problem."""
+
+from __future__ import annotations
+
+from ._base.errors import (
+    AccelerateError,
+    CheckpointError,
+    ConfigurationError,
+    DistributedOperationException,
+    MissingPackageError,
+    UsageError,
+    WrongTypeError,
+)
+
+__all__ = [
+    "AccelerateError",
+    "CheckpointError",
+    "ConfigurationError",
+    "DistributedOperationException",
+    "MissingPackageError",
+    "UsageError",
+    "WrongTypeError",
+]
