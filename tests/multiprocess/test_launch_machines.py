@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +140,13 @@ def test_a_port_that_is_taken(facts: Path) -> None:
 
 
 @pytest.fixture
-def as_root(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def as_root() -> dict[str, str]:
     """Return the variables with which Open MPI starts for any user and on any number of cores."""
-    if shutil.which("mpirun") is None:
-        pytest.skip("mpirun is not on the PATH")
+    path = f"{os.environ['PATH']}{os.pathsep}{sysconfig.get_path('scripts')}"
+    if shutil.which("mpirun", path=path) is None:
+        pytest.skip("mpirun is neither on the PATH nor in this environment")
     return {
+        "PATH": path,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_ALLOW_RUN_AS_ROOT": "1",
