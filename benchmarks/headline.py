@@ -86,10 +86,12 @@ def write_random_checkpoint(model: nn.Module, folder: Path, seed: int = 0) -> in
         raise RuntimeError(f"{needed} bytes of weights do not fit in {str(folder)!r}, which has {room} free")
     generator = np.random.Generator(np.random.SFC64(seed))
     weight_map: dict[str, str] = {}
+    # A row of an embedding is picked, not summed: in its full size it tells tokens apart through all layers.
+    picked = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     shards = list(_shards(model.state_dict().items()))
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        shard = {name: _random(name, tensor, generator) for name, tensor in names}
+        shard = {name: _random(name, tensor, generator, name in picked) for name, tensor in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file))
     index = {"metadata": {"total_size": needed}, "weight_map": weight_map}
@@ -109,11 +111,11 @@ def _shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[
     yield shard
 
 
-def _random(name: str, empty: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
+def _random(name: str, empty: torch.Tensor, generator: np.random.Generator, picked: bool) -> torch.Tensor:
     """Return weights of a size that keeps activations finite over many layers: ones for norms, small for the rest."""
     if empty.dim() == 1:
         return torch.ones(empty.shape) if name.endswith("weight") else torch.zeros(empty.shape)
-    bound = math.sqrt(3 / math.prod(empty.shape[1:]))  # a variance of one over the number of inputs
+    bound = math.sqrt(3 / (1 if picked else math.prod(empty.shape[1:])))  # a variance of one over the number of inputs
     values = torch.empty(empty.shape)
     generator.random(out=values.numpy(), dtype=np.float32)  # several times as fast as torch's own generator
     return values.mul_(2 * bound).sub_(bound)

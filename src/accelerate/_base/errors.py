@@ -1,12 +1,14 @@
 """The tree of exceptions that users can meet.
 
-    AccelerateError
-    ├── ConfigurationError (ValueError)              wrong arguments, contradictory settings
-    ├── WrongTypeError (TypeError)                   an object of a type that cannot work
-    ├── UsageError (RuntimeError)                    right arguments, wrong moment
-    ├── MissingPackageError (ImportError)            an optional package is needed and absent
-    ├── CheckpointError (RuntimeError)               a checkpoint cannot be written or read
-    └── DistributedOperationException (RuntimeError) checked mode: the ranks disagree about a collective
+```text
+AccelerateError
+├── ConfigurationError (ValueError)              wrong arguments, contradictory settings
+├── WrongTypeError (TypeError)                   an object of a type that cannot work
+├── UsageError (RuntimeError)                    right arguments, wrong moment
+├── MissingPackageError (ImportError)            an optional package is needed and absent
+├── CheckpointError (RuntimeError)               a checkpoint cannot be written or read
+└── DistributedOperationException (RuntimeError) checked mode: the ranks disagree about a collective
+```
 """
 
 from __future__ import annotations

@@ -36,6 +36,19 @@ def _advise(start: int, end: int, advice: int) -> bool:
     return call is not None and end > start and call(start, end - start, advice) == 0
 
 
+@functools.cache
+def can_populate() -> bool:
+    """Return whether the kernel reads the pages of a mapping on request, and says if it cannot."""
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+        return populate(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE)
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Bring the pages of mapped memory, and return whether they came: a broken disk or a cut file is no signal here."""
+    start = address - address % mmap.PAGESIZE
+    return _advise(start, address + nbytes, _POPULATE_READ)
+
+
 def _pages_around(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of all pages that a tensor touches."""
     start = tensor.data_ptr()
@@ -57,14 +70,15 @@ def announce(tensor: torch.Tensor) -> None:
 def bring(tensor: torch.Tensor) -> None:
     """Read the pages of a mapped tensor into memory and put them into the page table; returns when they are there.
 
-    Where the kernel cannot, the pages come when they are used.
+    To announce them before would cost half as much processor time again, which the module that runs needs. Only where
+    the kernel cannot populate are they announced, and come when they are used.
     """
     if not tensor.nbytes:
         return
-    announce(tensor)
     start, end = _pages_around(tensor)
     for chunk in range(start, end, _CHUNK):
         if not _advise(chunk, min(chunk + _CHUNK, end), _POPULATE_READ):
+            announce(tensor)
             return
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..._base.errors import CheckpointError
-from ..files import load
+from .. import torch_file
 from ..folder import StagedFolder
 from ..manifest import Manifest
 
@@ -95,11 +95,7 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
     """
     keywords: dict[str, Any] = {"map_location": options.map_location, **options.load_kwargs, **overrides}
     try:
-        if keywords.get("mmap"):
-            return load(path, **keywords)
-        # A file object lets other threads run while it reads; torch's own reader of paths does not.
-        with path.open("rb", buffering=0) as file:
-            return load(file, **keywords)
+        return torch_file.read(path, **keywords)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{str(path)!r} is missing: the checkpoint is not whole, or was saved by a run with fewer objects. Prepare "
