@@ -10,6 +10,7 @@ from accelerate._base.lazy import attach, by_home
 from accelerate.utils.tqdm import tqdm as tqdm
 
 if TYPE_CHECKING:
+    from accelerate.commands.config.basic import write_basic_config as write_basic_config
     from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
     from accelerate.utils.ao import *  # noqa: F403
     from accelerate.utils.bnb import *  # noqa: F403
@@ -32,6 +33,7 @@ else:
         **{name: f"accelerate.utils.{name}" for name in _MODULES.split()},
         **by_home(
             {
+                "accelerate.commands.config.basic": "write_basic_config",
                 "accelerate.parallelism_config": "ParallelismConfig",
                 "accelerate.utils.ao": (
                     "convert_model_to_fp8_ao filter_first_and_last_linear_layers filter_linear_layers "
