@@ -72,6 +72,22 @@ def ratio_lines(label: str) -> Callable[[Results], Iterator[Line]]:
     return read
 
 
+def paired_lines(label: str) -> Callable[[Results], Iterator[Line]]:
+    def read(results: Results) -> Iterator[Line]:
+        ours, other = results[OURS].paired_ratio("accelerate"), results.get(REFERENCE)
+        yield Line(
+            label=label,
+            unit="x",
+            budget="<= 1.03 x",
+            ours=ours,
+            passed=ours <= 1.03,
+            reference=other.paired_ratio("accelerate") if other else None,
+            others=(("plain, µs", results[OURS].median("plain")),),
+        )
+
+    return read
+
+
 def dispatch_lines(results: Results) -> Iterator[Line]:
     ours = results[OURS].median("accelerate")
     other = results.get(REFERENCE)
@@ -297,7 +313,11 @@ CASES = (
     ),
     Case("ddp", "DDP", Script("ddp.py", processes=2), ratio_lines("DDP on two processes over hand-written DDP")),
     Case(
-        "fsdp", "FSDP2", Script("fsdp.py", processes=2), ratio_lines("FSDP2 on two processes over hand-written FSDP2")
+        "fsdp",
+        "FSDP2",
+        # The reference shards on accelerators only.
+        Script("fsdp.py", processes=2, only_ours=True),
+        paired_lines("FSDP2 on two processes over hand-written FSDP2"),
     ),
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
     *(

@@ -24,7 +24,7 @@ class Script:
     """One command to measure: a script of `cases/`, its arguments and its number of processes.
 
     Args:
-        only_ours: Do not run it under the reference, which would take minutes.
+        only_ours: Do not run it under the reference, which would take minutes or cannot do it.
     """
 
     name: str
@@ -68,6 +68,15 @@ class Samples:
     def ratio(self, name: str, base: str = "plain") -> float:
         """Return a quiet round of `name` divided by one of `base`."""
         return self.quiet(name) / self.quiet(base)
+
+    def paired_ratio(self, name: str, base: str = "plain") -> float:
+        """Return the median over the rounds of what `name` took, divided by what `base` took in the same round.
+
+        For loops that wait for another process: how fast a round can be is then a matter of luck, and the fastest tenth
+        of two equal loops differ by 4 %. The two loops of one round meet the same state of the machine.
+        """
+        pairs = zip(self.series[name], self.series[base], strict=True)
+        return statistics.median(value / other for value, other in pairs)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 BATCH = 32
-STEPS = 8
+STEPS = 4
 WIDTH = 512
 LAYERS = 4
 
@@ -86,7 +86,7 @@ def accelerated(accelerator: Accelerator, rows: TensorDataset) -> Loop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
     plugin = FullyShardedDataParallelPlugin(

@@ -225,7 +225,7 @@ class CheckpointMixin:
         return [
             *(CustomPart(entry, index) for index, entry in enumerate(self._custom_objects)),
             ProgressPart(self._progress),
-            WindowPart(self._window, self.gradient_state, self._models, runtime.rank),
+            WindowPart(self._window, self.gradient_state, self._models, runtime.rank, self.strategy),
             RandomPart(self, runtime.rank, runtime.backend),
         ]
 

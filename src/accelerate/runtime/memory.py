@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from typing import Any
 
@@ -26,6 +27,18 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     active = current.active()
     backend = active.backend if active is not None else registry.default().value
     backend.empty_cache()
+
+
+def trim_host_memory() -> None:
+    """Give host memory that was freed between blocks that are still in use back to the system, where the C library can.
+
+    glibc keeps blocks of up to 32 MB for later, and aligned ones rarely fit where one of the same size was.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    trim(0)
 
 
 def release_memory(*objects: Any) -> list[Any]:

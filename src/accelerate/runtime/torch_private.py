@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +76,147 @@ def flat_parameter_names(parameter: torch.nn.Parameter) -> tuple[str, ...]:
     torch 2.9 to 2.13 have no public way from a flat parameter to what is in it.
     """
     return tuple(getattr(parameter, "_fqns", ()))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The run of numbers that this rank has of a parameter.
+
+    Args:
+        held: The numbers of this rank, perhaps joined over several parameters.
+        offset: Where those of this parameter begin there.
+        begin: Where they begin in the whole parameter, counted through.
+        count: How many they are.
+        whole: How many the whole parameter has.
+    """
+
+    held: torch.Tensor
+    offset: int
+    begin: int
+    count: int
+    whole: int
+
+    def take(self, stretch: torch.Tensor, at: int) -> None:
+        """Copy what falls into this piece out of a stretch of the whole parameter that begins at `at`."""
+        first, last = max(self.begin, at), min(self.begin + self.count, at + stretch.numel())
+        if first < last:
+            to = self.offset + first - self.begin
+            with torch.no_grad():
+                self.held[to : to + last - first].copy_(stretch[first - at : last - at])
+
+
+def flat_pieces(unit: torch.nn.Module) -> dict[str, Piece]:
+    """Return this rank's piece of every parameter that one wrapper of FSDP 1 holds, by its name below the wrapper.
+
+    torch 2.9 to 2.13 have no public way to it without gathering the parameters.
+    """
+    handle = getattr(unit, "_handle", None)
+    if handle is None:
+        return {}
+    flat = handle.flat_param
+    held = flat.data
+    return {
+        name: Piece(held, info.offset_in_shard or 0, info.intra_param_start_idx or 0, info.numel_in_shard or 0, whole)
+        for name, info, whole in zip(flat._fqns, flat._shard_param_infos, flat._numels, strict=True)
+    }
+
+
+class HeldBackGradients(ABC):
+    """The gradients of one unit of FSDP that are whole, and wait on their rank for the exchange at the end of a window.
+
+    torch 2.9 to 2.13 show them nowhere: a parameter has its gradient once it was exchanged.
+    """
+
+    @abstractmethod
+    def parameters(self) -> list[Any]:
+        """Return what stands for each parameter of the unit."""
+
+    @abstractmethod
+    def read(self) -> dict[Any, torch.Tensor]:
+        """Return those that are there."""
+
+    @abstractmethod
+    def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
+        """Put gradients in place of those that are there; those that are not given are forgotten."""
+
+
+class _OfVersion2(HeldBackGradients):
+    """Of the parameters of version 2, by the identity of the parameter in the model."""
+
+    def __init__(self, unit: Any) -> None:
+        state = unit._get_fsdp_state()
+        # Before torch 2.13 a unit has one group.
+        groups = getattr(state, "_fsdp_param_groups", None) or [group for group in [state._fsdp_param_group] if group]
+        self._parameters = [parameter for group in groups for parameter in group.fsdp_params]
+
+    def parameters(self) -> list[Any]:
+        return [id(parameter.sharded_param) for parameter in self._parameters]
+
+    def read(self) -> dict[Any, torch.Tensor]:
+        found = {}
+        for parameter in self._parameters:
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None:
+                gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if gradient is not None:
+                found[id(parameter.sharded_param)] = gradient
+        return found
+
+    def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
+        for parameter in self._parameters:
+            gradient = gradients.get(id(parameter.sharded_param))
+            # What is here is added to the gradient of the next pass, as if that pass had followed.
+            parameter.unsharded_accumulated_grad = (
+                None if gradient is None else gradient.to(parameter.device, copy=True)
+            )
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+class _OfVersion1(HeldBackGradients):
+    """Of the parameters that one wrapper of version 1 joined, by their names below the wrapper."""
+
+    def __init__(self, unit: torch.nn.Module) -> None:
+        self._handle: Any = unit._handle
+
+    def parameters(self) -> list[Any]:
+        return list(self._handle.flat_param._fqns) if self._handle is not None else []
+
+    def read(self) -> dict[Any, torch.Tensor]:
+        flat = self._handle.flat_param if self._handle is not None else None
+        if flat is None or flat.grad is None or flat.grad.size() != flat._unpadded_unsharded_size:
+            return {}
+        return dict(zip(flat._fqns, self._handle._get_unflat_views(flat.grad), strict=True))
+
+    def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
+        if self._handle is None:
+            return
+        flat = self._handle.flat_param
+        flat.grad = None
+        own = [gradients.get(name) for name in flat._fqns]
+        given = next((gradient for gradient in own if gradient is not None), None)
+        if given is not None:
+            joined = torch.zeros(flat._unpadded_unsharded_size, dtype=given.dtype, device=self._handle.device)
+            for part, gradient in zip(self._handle._get_unflat_views(joined), own, strict=True):
+                if gradient is not None:
+                    part.copy_(gradient)
+            # A gradient is taken only by a parameter of its size, which this one has while it is whole.
+            held, flat.data = flat.data, torch.empty_like(joined)
+            flat.grad = joined
+            flat.data = held
+        if self._handle._use_orig_params:
+            self._handle._use_unsharded_grad_views()
+
+
+def held_back_gradients(model: torch.nn.Module) -> Iterator[tuple[str, HeldBackGradients]]:
+    """Return the gradients that wait in each unit of a model that FSDP shards, with the name of the unit."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            yield name, _OfVersion2(unit)
+        elif isinstance(unit, FullyShardedDataParallel):
+            yield name, _OfVersion1(unit)
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -169,6 +169,17 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Limit each element of the gradients to the range from `-clip_value` to `clip_value`."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return what this rank has summed up in a window that is open, by the names of the parameters."""
+        named = model.named_parameters()
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+    def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Go on in a window with what was summed up in it; a parameter that is not named has no gradient."""
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def full_state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights of a model, gathered where they are sharded."""

@@ -81,7 +81,7 @@ class ParallelStrategy(Strategy):
             # A rank sees the overflow of its own part only.
             scaler.agree_on_overflow = True
         if layout is not None and layout.pp_enabled:
-            _check_pipeline(layout, self.precision.scaler is not None)
+            check_pipeline(layout, self.precision.scaler is not None)
 
     @classmethod
     def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
@@ -207,7 +207,12 @@ class ParallelStrategy(Strategy):
         return StageOptimizerPart(self, optimizer, model, index, stages)
 
 
-def _check_pipeline(layout: Any, scales: bool) -> None:
+def check_pipeline(layout: Any, scales: bool) -> None:
+    """Refuse what cannot be combined with stages.
+
+    Raises:
+        ConfigurationError: If other axes than replicas are in use, or losses are scaled.
+    """
     others = [f"{axis}_size={layout.sizes[axis]}" for axis in ("tp", "cp", "sp", "dp_shard") if layout.sizes[axis] > 1]
     if others:
         raise ConfigurationError(

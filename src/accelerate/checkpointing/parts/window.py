@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,30 +28,41 @@ class Window(Protocol):
         """Return the counts of one of `ranks` ranks, and what the sum of all saved gradients is divided by."""
 
 
+class Gradients(Protocol):
+    """A strategy, which knows where the gradients of an open window are."""
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return what this rank has summed up, by the names of the parameters."""
+
+    def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what was summed up."""
+
+
 class WindowPart:
     """The gradients summed so far, and what they will be divided by; nothing between two windows."""
 
     name = "accumulation window"
     everywhere = True
 
-    def __init__(self, window: Window, clock: GradientState, models: Sequence[torch.nn.Module], rank: int) -> None:
+    def __init__(
+        self, window: Window, clock: GradientState, models: Sequence[torch.nn.Module], rank: int, strategy: Gradients
+    ) -> None:
         self.window = window
         self.clock = clock
         self.models = models
         self.rank = rank
+        self.strategy = strategy
 
-    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for index, model in enumerate(self.models):
-            for name, parameter in model.named_parameters():
-                yield f"{index}.{name}", parameter
+    def _open_gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{index}.{name}": gradient
+            for index, model in enumerate(self.models)
+            for name, gradient in self.strategy.open_gradients(model).items()
+        }
 
     def snapshot(self, *, copy: bool) -> Any:
         is_open = not self.clock.sync_gradients
-        gradients = (
-            {name: parameter.grad for name, parameter in self._parameters() if parameter.grad is not None}
-            if is_open
-            else {}
-        )
+        gradients = self._open_gradients() if is_open else {}
         counts = self.window.state_dict()
         if not gradients and not counts:
             return None
@@ -89,6 +100,11 @@ class WindowPart:
         found = payload or {"window": {}, "is_open": False, "gradients": {}}
         self.window.load_state_dict(found["window"])
         self.clock._set_sync_gradients(not found["is_open"])
-        for name, parameter in self._parameters():
-            gradient = found["gradients"].get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        for index, model in enumerate(self.models):
+            prefix = f"{index}."
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in found["gradients"].items()
+                if name.startswith(prefix)
+            }
+            self.strategy.set_open_gradients(model, own)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from ..._base.errors import CheckpointError, ConfigurationError
-from ...collectives import Communicator, communicator
-from ...parallel.gradients import local
+from ...collectives import communicator
+from ...runtime.memory import trim_host_memory
+from ...runtime.torch_private import Piece
+from .originals import plain_name
+from .sending import send_to_parts, send_to_pieces
 
 
 @dataclass
@@ -26,11 +30,21 @@ class _Entry:
     """None for a buffer."""
 
 
+@dataclass
+class Waiting:
+    """A tensor that is in the model and gets its values once the module around it is sharded."""
+
+    entry: _Entry
+    source: torch.Tensor | None
+    """Its values, on the first rank."""
+
+
 class Filler:
     """Send parameters and buffers from the first rank to the others, a module at a time.
 
-    Weights without memory get it when their module is filled, so that a rank holds at most one whole module beside
-    its shards. Parameters that are one tensor on the first rank become one on all.
+    Where a module is sharded in between, weights without memory are stood in for by one stretch of memory that nobody
+    writes to: a rank then holds its shards and, while it receives, a stretch of one tensor. Parameters that are one
+    tensor on the first rank become one on all.
 
     Args:
         model: The model; on the first rank with its weights, on the others with or without.
@@ -52,34 +66,76 @@ class Filler:
                 "Load the weights on the first rank, or set param_init_fn of the plugin."
             )
         self.waiting: list[_Entry] = table[0]
+        self._stand_in: torch.Tensor | None = None
+        self._largest = max((math.prod(entry.shape) * entry.dtype.itemsize for entry in self.waiting), default=0)
 
     def fill(self, unit: str) -> None:
         """Fill what is not filled yet of the module called `unit`; "" is the model."""
+        self.send([self._settle(entry, shared=False) for entry in self._take(unit)])
+
+    def place(self, unit: str) -> list[Waiting]:
+        """Put a tensor of the right shape in place of each one of a module that is to be sharded now, and then sent."""
+        return [self._settle(entry, shared=True) for entry in self._take(unit)]
+
+    def send(self, tensors: list[Waiting], pieces: Mapping[str, Piece] | None = None) -> None:
+        """Give tensors of the model their values, in whatever way they are spread by now.
+
+        Args:
+            tensors: What `place` returned; a whole tensor is let go of as soon as it was sent.
+            pieces: Where this rank keeps its piece of a parameter that was joined with others, by the name in the
+                user's model.
+        """
+        tensors.reverse()
+        while tensors:
+            waiting = tensors.pop()
+            names = [plain_name(name) for name in waiting.entry.names]
+            piece = next((pieces[name] for name in names if name in pieces), None) if pieces else None
+            if piece is not None:
+                send_to_pieces(self.communicator, waiting.source, piece, self.device)
+                continue
+            owner, attribute = self._place(waiting.entry.names[0])
+            tensor: torch.Tensor = getattr(owner, attribute)
+            if self._is_stand_in(tensor):
+                # Left alone by the engine: it keeps its identity, which the engine may have noted.
+                tensor.data = torch.empty_like(tensor)
+            send_to_parts(self.communicator, waiting.source, tensor, self.device)
+        trim_host_memory()
+
+    def _take(self, unit: str) -> list[_Entry]:
         prefix = f"{unit}." if unit else ""
         # A unit never shares a parameter with the outside, so one name tells where it belongs.
         mine = [entry for entry in self.waiting if entry.names[0].startswith(prefix)]
         self.waiting = [entry for entry in self.waiting if not entry.names[0].startswith(prefix)]
-        for entry in mine:
-            tensor = self._settle(entry)
-            staged = tensor.detach().to(self.device).contiguous()
-            self.communicator.broadcast(staged)
-            if staged.data_ptr() != tensor.data_ptr():
-                with torch.no_grad():
-                    tensor.copy_(staged)
+        return mine
 
-    def _settle(self, entry: _Entry) -> torch.Tensor:
-        """Return this rank's tensor under all its names, with memory."""
+    def _settle(self, entry: _Entry, *, shared: bool) -> Waiting:
+        """Put this rank's tensor in place under all its names, with memory or with the one that stands in for it."""
         places = [self._place(name) for name in entry.names]
         owner, attribute = places[0]
         tensor: torch.Tensor = getattr(owner, attribute)
         if tensor.is_meta or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+            stands_in = shared and entry.requires_grad is not None
+            tensor = (
+                self._borrow(entry) if stands_in else torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+            )
             if entry.requires_grad is not None:
                 tensor = nn.Parameter(tensor, requires_grad=entry.requires_grad)
         for owner, attribute in places:
             held = owner._buffers if entry.requires_grad is None else owner._parameters
             held[attribute] = tensor  # type: ignore[assignment]
-        return tensor
+        return Waiting(entry, tensor.detach() if self.communicator.rank == 0 else None)
+
+    def _borrow(self, entry: _Entry) -> torch.Tensor:
+        """Return a tensor in the memory that stands in for all: read it may be, and then holds anything."""
+        if self._stand_in is None:
+            self._stand_in = torch.empty(self._largest, dtype=torch.uint8, device=self.device)
+        needed = math.prod(entry.shape) * entry.dtype.itemsize
+        return self._stand_in[:needed].view(entry.dtype).view(entry.shape)
+
+    def _is_stand_in(self, tensor: torch.Tensor) -> bool:
+        if self._stand_in is None or isinstance(tensor, DTensor):
+            return False
+        return tensor.untyped_storage().data_ptr() == self._stand_in.untyped_storage().data_ptr()
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, attribute = name.rpartition(".")
@@ -125,7 +181,7 @@ def require_memory(model: nn.Module, initialise: Any) -> None:
 def fill_from_first(state: dict[Any, Any], whole: Mapping[Any, Any]) -> None:
     """Fill the tensors of a nested state from a whole one that the first rank has, and replace its other values.
 
-    Tensors are sent one after another, so that a rank holds one whole tensor beside its shards.
+    Tensors are sent one after another, in stretches, so that a rank holds little beside its shards.
 
     Args:
         state: The state as this run lays it out; it has the same entries on all ranks.
@@ -146,7 +202,7 @@ def fill_from_first(state: dict[Any, Any], whole: Mapping[Any, Any]) -> None:
         raise CheckpointError(f"{wrong} Build the model and the optimizer as they were when the checkpoint was saved.")
     for entry, other in zip(entries, others[1], strict=True):
         if isinstance(entry.here, torch.Tensor):
-            _receive(entry.here, entry.there, ranks)
+            send_to_parts(ranks, entry.there, entry.here)
         else:
             entry.holder[entry.key] = other
 
@@ -183,16 +239,3 @@ def _reason(entry: _Leaf) -> str | None:
             f"{entry.path!r} has the shape {tuple(entry.there.shape)} in the checkpoint, not {tuple(entry.here.shape)}."
         )
     return None
-
-
-def _receive(here: torch.Tensor, there: torch.Tensor | None, ranks: Communicator) -> None:
-    target = local(here)
-    if there is not None:
-        sent = there.detach().to(target.device, here.dtype).contiguous()
-    else:
-        sent = torch.empty(here.shape, dtype=here.dtype, device=target.device)
-    ranks.broadcast(sent)
-    if isinstance(here, DTensor):
-        sent = distribute_tensor(sent, here.device_mesh, here.placements, src_data_rank=None).to_local()
-    with torch.no_grad():
-        target.copy_(sent)

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..._base.errors import ConfigurationError
 from ...parallel.activation_checkpoint import inner_block
 from ...precision.scaler import SharedGradScaler
-from ...runtime.torch_private import flat_parameter_names, is_flattened
+from ...runtime.torch_private import flat_parameter_names, flat_pieces, is_flattened
 from ..base import StrategyContext
 from .filling import Filler, require_memory
 from .norms import Groups, clip_parts
@@ -83,12 +83,10 @@ class FSDP1Strategy(ShardedStrategy):
         if plugin.sync_module_states or plugin.cpu_ram_efficient_loading or self._is_hybrid:
             filler = Filler(model, self.runtime.device)
         for unit in unit_names(plugin, model):
-            self._ready(model.get_submodule(unit), unit, filler)
             parent_name, _, child = unit.rpartition(".")
             parent = inner_block(model.get_submodule(parent_name))
-            setattr(parent, child, FullyShardedDataParallel(model.get_submodule(unit), **options))
-        self._ready(model, "", filler)
-        wrapped = FullyShardedDataParallel(model, **options)
+            setattr(parent, child, self._wrap_unit(model.get_submodule(unit), unit, filler, options))
+        wrapped = self._wrap_unit(model, "", filler, options)
         by_name = dict(_flat_parameters(wrapped)) if before else {}
         for parameter in before:
             if names[id(parameter)] in by_name:
@@ -96,11 +94,18 @@ class FSDP1Strategy(ShardedStrategy):
         wrapped.__dict__[ORIGINALS] = originals
         return wrapped
 
-    def _ready(self, module: nn.Module, unit: str, filler: Filler | None) -> None:
-        if filler is not None:
-            filler.fill(unit)
-        else:
+    def _wrap_unit(self, module: nn.Module, unit: str, filler: Filler | None, options: dict[str, Any]) -> nn.Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if filler is None:
             require_memory(module, self.plugin.param_init_fn)
+            return FullyShardedDataParallel(module, **options)
+        waiting = filler.place(unit)
+        wrapped = FullyShardedDataParallel(module, **options)
+        prefix = f"{unit}." if unit else ""
+        pieces = {plain_name(f"{prefix}{name}"): piece for name, piece in flat_pieces(wrapped).items()}
+        filler.send(waiting, pieces)
+        return wrapped
 
     def _options(self, model: nn.Module) -> dict[str, Any]:
         plugin = self.plugin

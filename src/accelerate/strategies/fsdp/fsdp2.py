@@ -69,15 +69,16 @@ class FSDP2Strategy(ShardedStrategy):
             options["offload_policy"] = plugin.cpu_offload
         for unit in units:
             module = model.get_submodule(unit)
-            if filler is not None:
-                filler.fill(unit)
-            else:
+            waiting = filler.place(unit) if filler is not None else []
+            if filler is None:
                 require_memory(module, plugin.param_init_fn)
             reshard: Any = plugin.reshard_after_forward
             if not unit and len(units) > 1 and reshard:
                 reshard = None  # torch then keeps what is left of the model: backward needs it at once
             ignored = ignored_parameters(plugin, model, self.runtime.device)
             fully_shard(module, reshard_after_forward=reshard, ignored_params=ignored or None, **options)
+            if filler is not None:
+                filler.send(waiting)
         return model
 
     @contextmanager

@@ -17,7 +17,7 @@ from ...collectives import communicator
 from ...parallel.unwrap import extract_model_from_parallel
 from ...runtime.torch_private import flat_parameter_names
 from .filling import fill_from_first
-from .originals import ORIGINALS, Originals, plain_name
+from .originals import CHECKPOINT_WRAPPER, ORIGINALS, Originals, plain_name
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -202,7 +202,28 @@ def _load_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Path 
     else:
         fill_from_first(held, _by_name(saved, held["param_groups"]) if saved else {})
     with _without_torchs_own_warnings():
-        set_optimizer_state_dict(model, optimizer, held)
+        if any(CHECKPOINT_WRAPPER in name.split(".") for name, _ in model.named_parameters()):
+            optimizer.load_state_dict(_fsdp1_flattened(model, optimizer, held))
+        else:
+            set_optimizer_state_dict(model, optimizer, held)
+
+
+def _fsdp1_flattened(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in the form of the flat parameters.
+
+    torch 2.9 to 2.13 save parameters of blocks that compute their activations again under their plain names, and then
+    look for them under the names of the wrappers.
+    """
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictType,
+    )
+
+    configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
+        return FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
 
 
 def _by_name(saved: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:

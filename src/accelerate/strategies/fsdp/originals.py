@@ -10,7 +10,9 @@ from ...parallel.unwrap import extract_model_from_parallel
 
 ORIGINALS = "_original_parameters"
 """Where a model that version 1 wrapped keeps what it had."""
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+"""The name of a block inside of the wrapper that computes its activations again."""
+_WRAPPERS = ("_fsdp_wrapped_module", CHECKPOINT_WRAPPER, "_orig_mod")
 
 
 def plain_name(name: str) -> str:

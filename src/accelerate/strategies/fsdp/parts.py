@@ -14,7 +14,6 @@ from torch import nn
 
 from ..._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from ..._base.errors import CheckpointError
-from ..._base.warn_once import warn_once
 from ...checkpointing import names, sharded
 from ...checkpointing.folder import StagedFolder
 from ...checkpointing.parts.base import LoadOptions, read_torch
@@ -22,7 +21,6 @@ from ...checkpointing.parts.host_copy import host_copy
 from ...checkpointing.parts.weights import WeightsPart
 from ...collectives import communicator
 from ...runtime import current
-from ...runtime.gradient_clock import GradientState
 from ...runtime.runtime import Runtime
 from .filling import fill_from_first
 from .optimizer_state import load_optimizer_state, optimizer_state
@@ -140,11 +138,6 @@ class ShardedModelPart(ShardedPart):
     def state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        if not GradientState().sync_gradients and self.strategy.runtime.is_distributed:
-            warn_once(
-                "A checkpoint is taken inside of an accumulation window: FSDP keeps the gradients of an open window to "
-                "itself, so they are not in it. Save where accelerator.sync_gradients is True."
-            )
         return get_model_state_dict(self.model)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from ...parallel.unwrap import extract_model_from_parallel
 from ...runtime.runtime import Runtime
 from ...session.request import EngineRequest
 from ..base import Capabilities, Step, Strategy, StrategyContext
+from .open_windows import read_open_gradients, write_open_gradients
 from .originals import Originals
 from .parts import ShardedModelPart, ShardedOptimizerPart
 from .wrapping import block_names
@@ -121,6 +122,19 @@ class ShardedStrategy(Strategy):
         for parameter in parameters:
             if parameter.grad is not None:
                 local(parameter.grad).clamp_(min=-clip_value, max=clip_value)
+
+    def open_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return what this rank has summed up in a window that is open: whole gradients, not exchanged yet."""
+        if not self.runtime.is_distributed:
+            return super().open_gradients(model)
+        return read_open_gradients(model)
+
+    def set_open_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Put gradients where the exchange at the end of the window finds them."""
+        if not self.runtime.is_distributed:
+            super().set_open_gradients(model, gradients)
+            return
+        write_open_gradients(model, gradients)
 
     def full_state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights on the first rank and nothing on the others; every rank must call it.

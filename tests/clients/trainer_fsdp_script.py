@@ -1,0 +1,102 @@
+"""Train tiny random models with Transformers' Trainer under FSDP and write what each rank saw to a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainer_script import (
+    CLIENTS,
+    EVAL_SAMPLES,
+    MAX_STEPS,
+    SAVE_AT,
+    TRAIN_SAMPLES,
+    StepCounter,
+    fingerprint,
+)
+from transformers import Trainer, TrainingArguments, set_seed
+
+import accelerate
+
+BLOCKS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
+
+
+def run_client(name: str, output: Path, version: int, kind: str, resume: bool) -> dict[str, Any]:
+    """Train one client, from the start or from its checkpoint, save its model, and return what can be compared."""
+    build_model, build_rows = CLIENTS[name]
+    generator = torch.Generator().manual_seed(7)
+    train, evaluation = build_rows(TRAIN_SAMPLES, generator), build_rows(EVAL_SAMPLES, generator)
+    set_seed(1 if resume else 0)
+    model = build_model()
+    arguments = TrainingArguments(
+        output_dir=str(output / name),
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=MAX_STEPS,
+        learning_rate=5e-3,
+        logging_steps=1,
+        save_steps=SAVE_AT,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=0,
+        fsdp=True,
+        fsdp_config={
+            "version": version,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": [BLOCKS[name]],
+            "state_dict_type": kind,
+        },
+    )
+    counter = StepCounter()
+    trainer = Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=evaluation, callbacks=[counter])
+    checkpoint = str(output / name / f"checkpoint-{SAVE_AT}")
+    trained = trainer.train(resume_from_checkpoint=checkpoint if resume else None)
+    evaluated = trainer.evaluate()
+    # The Trainer writes a model of which each rank has a part only where the plugin says that it is made whole.
+    trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(str(output / name / "final"))
+    whole = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    plugin = trainer.accelerator.state.fsdp_plugin
+    local = [entry.to_local() if hasattr(entry, "to_local") else entry for entry in trainer.model_wrapped.parameters()]
+    return {
+        "type": str(trainer.accelerator.distributed_type),
+        "version": plugin.fsdp_version,
+        "numbers here": sum(entry.numel() for entry in local),
+        "numbers": sum(entry.numel() for entry in model_of(name).parameters()),
+        "steps": trained.global_step,
+        "steps_run": counter.steps,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "eval_loss": evaluated["eval_loss"],
+        "weights": {key: fingerprint(value) for key, value in whole.items()},
+    }
+
+
+def model_of(name: str) -> torch.nn.Module:
+    return CLIENTS[name][0]()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--version", type=int, required=True)
+    parser.add_argument("--kind", default="FULL_STATE_DICT")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, Any] = {
+        name: run_client(name, options.output, options.version, options.kind, options.resume) for name in CLIENTS
+    }
+    state = accelerate.PartialState()
+    results["package"] = str(Path(accelerate.__file__).resolve())
+    stage = "resumed" if options.resume else "straight"
+    (options.output / f"{stage}-{state.process_index}.json").write_text(json.dumps(results))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Stages go together with replicas only, and asking for more says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate import ParallelismConfig
+from accelerate._base.errors import ConfigurationError
+from accelerate.session.request import EngineRequest
+from accelerate.strategies.parallel import check_pipeline
+from accelerate.strategies.registry import require_known
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+@pytest.mark.parametrize("other", ["tp_size", "cp_size"])
+def test_stages_with_another_axis_are_refused(other: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_pipeline(ParallelismConfig(pp_size=2, **{other: 4}), scales=False)
+    told = str(caught.value)
+    assert f"pp_size=2 was given with {other}=4" in told  # what was given
+    assert "stages are combined with replicas only" in told  # why it cannot work
+    assert "set dp_replicate_size, or set pp_size=1" in told  # what to write
+
+
+def test_stages_with_replicas_are_taken() -> None:
+    check_pipeline(ParallelismConfig(pp_size=2, dp_replicate_size=4), scales=False)
+
+
+def test_stages_with_shards_are_refused_before_anything_starts() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    request = EngineRequest(engines={"fsdp": plugin}, parallelism=ParallelismConfig(pp_size=2, dp_shard_size=2))
+    with pytest.raises(ConfigurationError) as caught:
+        require_known(request)
+    told = str(caught.value)
+    assert "pp_size=2 was given with the engine 'fsdp'" in told
+    assert "does not know stages" in told
+    assert "combine pp_size with dp_replicate_size, or set pp_size=1" in told
+
+
+def test_stages_with_scaled_losses_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Use mixed_precision='bf16'"):
+        check_pipeline(ParallelismConfig(pp_size=2), scales=True)
