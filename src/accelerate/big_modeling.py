@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ._base import constants
 from ._base.errors import ConfigurationError
-from .config import env
 from .config.sections.plugins_quantization import BnbQuantizationConfig
 from .devices import registry
 from .hooks.align import AlignDevicesHook, SkipKeys
 from .hooks.attach import attach_align_device_hook
 from .hooks.base import add_hook_to_module
-from .hooks.casting import LayerwiseCastingHook
+from .hooks.casting import attach_layerwise_casting_hooks
 from .hooks.dispatch import first_accelerator, guard_moves, hook_device_map, weights_of_offloaded
 from .hooks.whole_model import CpuOffload, UserCpuOffloadHook
 from .offload import bnb, weight_only
-from .offload.device_map import check_device_map
-from .offload.empty import initialisers_skipped, parameters_on
+from .offload.device_map import check_device_map, without_overlap
+from .offload.empty import init_empty_weights, init_on_device
 from .offload.loading import load_checkpoint_in_model
-from .offload.memory import get_balanced_memory
+from .offload.made_map import make_device_map
 from .offload.places import DISK, META, Place, as_device
-from .offload.planner import infer_auto_device_map
 from .offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
 from .offload.tensors import TiedCache
 from .offload.ties import find_tied_parameters, on_host, shared_weights
@@ -47,41 +42,6 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 FilePath = str | os.PathLike[str]
-
-_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-@contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Make models without memory for their parameters, which land on the meta device.
-
-    Args:
-        include_buffers: Put buffers on the meta device too; ACCELERATE_INIT_INCLUDE_BUFFERS decides if not given.
-
-    Example:
-        ```python
-        with init_empty_weights():
-            model = nn.Sequential(*[nn.Linear(10000, 10000) for _ in range(1000)])
-        ```
-    """
-    with init_on_device(META, include_buffers=include_buffers):
-        yield
-
-
-@contextmanager
-def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterator[None]:
-    """Make models whose parameters are put on a device as they are made.
-
-    Args:
-        include_buffers: Put buffers there too; ACCELERATE_INIT_INCLUDE_BUFFERS decides if not given.
-    """
-    target = as_device(device)
-    if env.flag("ACCELERATE_INIT_INCLUDE_BUFFERS") if include_buffers is None else include_buffers:
-        with target, initialisers_skipped():
-            yield
-        return
-    with parameters_on(target):
-        yield
 
 
 def _running_device(model: nn.Module, execution_device: Place | None) -> Place:
@@ -207,7 +167,8 @@ def dispatch_model(
     """Put the modules of a model where a device map says, and make it run from there.
 
     Args:
-        device_map: A place for each module: a device, `"cpu"` or `"disk"`.
+        device_map: A place for each module: a device, `"cpu"` or `"disk"`. The nearest entry at or above a module
+            decides, and `""` is for everything that is left.
         main_device: Where modules on the CPU and the disk run; the first accelerator of the map if not given.
         state_dict: The weights of the modules on the CPU, if they are at hand.
         offload_dir: The folder for the modules on the disk.
@@ -224,11 +185,10 @@ def dispatch_model(
     check_device_map(model, device_map)
     places = {str(place) for place in device_map.values()}
     if len(places) > 1 or DISK in places or force_hooks:
+        parts = without_overlap(model, device_map)
         main = first_accelerator(device_map) if main_device is None else main_device
-        weights = weights_of_offloaded(model, device_map, main, state_dict, offload_dir, offload_index)
-        hook_device_map(
-            model, device_map, main, weights, offload_buffers, skip_keys, preload_module_classes, offload_memory
-        )
+        weights = weights_of_offloaded(model, parts, main, state_dict, offload_dir, offload_index)
+        hook_device_map(model, parts, main, weights, offload_buffers, skip_keys, preload_module_classes, offload_memory)
         guard_moves(model)
     else:
         model.to(as_device(next(iter(device_map.values()))))
@@ -281,7 +241,9 @@ def load_checkpoint_and_dispatch(
     """
     places = device_map
     if isinstance(places, str):
-        places = _made_map(model, places, max_memory, no_split_module_classes, dtype, offload_buffers)
+        places = make_device_map(
+            model, places, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -306,54 +268,6 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         offload_memory=offload_memory,
     )
-
-
-def _made_map(
-    model: nn.Module,
-    word: str,
-    max_memory: Mapping[int | str, int | str] | None,
-    no_split: str | Iterable[str] | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> Mapping[str, Place]:
-    if word not in _STRATEGIES:
-        raise ConfigurationError(
-            f"The device map {word!r} is not known. Write one of {', '.join(map(repr, _STRATEGIES))}, or a dictionary."
-        )
-    limits: Mapping[int | str, int | str] | None = max_memory
-    if word != "sequential":
-        limits = get_balanced_memory(model, max_memory, no_split, dtype, low_zero=word == "balanced_low_0")
-    return infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers)
-
-
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | tuple[str, ...] | None = None,
-    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Store the weights of linear and convolution layers in a small dtype, and compute in a larger one.
-
-    Args:
-        skip_modules_pattern: Regular expressions; modules with a match in their dotted name keep their dtype.
-        skip_modules_classes: Classes of modules that keep their dtype, with all below them.
-    """
-    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    skipped = skip_modules_classes or ()
-
-    def visit(current: nn.Module, name: str) -> None:
-        if isinstance(current, skipped) or any(re.search(pattern, name) for pattern in patterns):
-            return
-        if isinstance(current, constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
-            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
-            add_hook_to_module(current, hook, append=True)
-            return
-        for key, child in current.named_children():
-            visit(child, f"{name}.{key}" if name else key)
-
-    visit(module, "")
 
 
 def load_and_quantize_model(
@@ -425,7 +339,7 @@ def _load_for_torchao(
     kept = bnb.get_keys_to_not_convert(model)
     places: Mapping[str, Place]
     if isinstance(device_map, str):
-        places = _made_map(model, device_map, max_memory, no_split, None, False)
+        places = make_device_map(model, device_map, max_memory, no_split)
     else:
         places = {"": _running_device(model, None)} if device_map is None else device_map
     weight_only.refuse_offload(places)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from accelerate.big_modeling import (
 from accelerate.config.env import patch_environment
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from accelerate.offload.offloaded import get_state_dict_offloaded_model
+from accelerate.offload.places import lookup
 
 META = torch.device("meta")
 
@@ -98,6 +101,43 @@ def test_a_model_on_cpu_and_disk_gives_the_same_output(
     found = get_state_dict_offloaded_model(model)
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+OVERRIDING: list[dict[str, str]] = [
+    {"": "cpu", "embed": "disk"},
+    {"embed": "disk", "": "cpu"},
+    {"": "disk", "embed": "cpu", "head": "cpu"},
+    {"": "disk", "blocks": "cpu", "blocks.1": "disk"},
+    {"": "cpu", "blocks": "disk", "blocks.1.linear": "cpu"},
+    {"": "cpu", "blocks.1.linear.bias": "disk"},
+    {"": "disk", "blocks.1.scale": "cpu", "blocks.2": "disk"},
+]
+
+
+@pytest.mark.parametrize("device_map", OVERRIDING, ids=str)
+@pytest.mark.parametrize("load", [False, True])
+def test_an_entry_overrides_the_one_above_it(device_map: dict[str, str], load: bool, tmp_path: Path) -> None:
+    model, plain = made()
+    expected = {
+        name: lookup(device_map, name)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.BatchNorm1d))
+    }
+    if load:
+        save_file({name: value.clone() for name, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+        hidden = [block.hidden for block in model.blocks]
+        with init_empty_weights():
+            model = Net().eval()
+        for block, buffer in zip(model.blocks, hidden, strict=True):
+            block.hidden = buffer
+        load_checkpoint_and_dispatch(model, tmp_path, device_map, offload_folder=tmp_path / "offload")
+    else:
+        dispatch_model(model, device_map, offload_dir=tmp_path)
+    assert model.hf_device_map == device_map
+    for _ in range(2):
+        assert torch.equal(model(X)["logits"], plain)
+    for name, place in expected.items():
+        assert (model.get_submodule(name).weight.device == META) == (place == "disk"), name
 
 
 def test_one_device_needs_no_hooks_unless_forced() -> None:
@@ -269,6 +309,55 @@ def test_empty_parameters_keep_class_flags_and_attributes() -> None:
     assert not module.weight.requires_grad
     assert module.weight.tag == 5
     assert module.weight._is_hf_initialized
+
+
+LAYERS = [
+    lambda **given: nn.Linear(3, 4, **given),
+    lambda **given: nn.Embedding(5, 3, padding_idx=1, **given),
+    lambda **given: nn.LayerNorm(3, **given),
+    lambda **given: nn.RMSNorm(3, **given),
+    lambda **given: nn.GroupNorm(1, 3, **given),
+    lambda **given: nn.Conv1d(3, 4, 2, **given),
+    lambda **given: nn.Conv2d(3, 4, 2, **given),
+    lambda **given: nn.Conv3d(3, 4, 2, **given),
+    lambda **given: nn.ConvTranspose2d(3, 4, 2, **given),
+    lambda **given: nn.Bilinear(3, 4, 2, **given),
+]
+
+
+@pytest.mark.parametrize("make", LAYERS)
+@pytest.mark.parametrize("given", [{}, {"device": None}, {"device": "cpu"}, {"dtype": torch.float16}], ids=str)
+def test_every_layer_of_torch_is_made_empty_with_the_same_shapes(
+    make: Callable[..., nn.Module], given: dict[str, Any]
+) -> None:
+    usual = make(**given)
+    before = torch.get_rng_state()
+    with init_empty_weights():
+        empty = make(**given)
+    assert torch.equal(torch.get_rng_state(), before)  # no initialiser ran
+    assert all(parameter.device == META for parameter in empty.parameters())
+    described = [
+        [(name, type(each), each.shape, each.dtype, each.requires_grad) for name, each in model.named_parameters()]
+        for model in (usual, empty)
+    ]
+    assert described[0] == described[1]
+    assert all(parameter.device.type == "cpu" for parameter in make(**given).parameters())
+
+
+def test_layers_made_empty_may_be_subclassed_and_given_values() -> None:
+    class Scaled(nn.Linear):
+        def __init__(self, size: int) -> None:
+            super().__init__(size, size, False, None)  # all by position
+            self.register_buffer("scale", torch.full((size,), 2.0))
+
+    values = torch.rand(5, 3)
+    with init_empty_weights():
+        model, given = Scaled(3), nn.Embedding(5, 3, _weight=values)
+        lazy = nn.LazyLinear(4)
+    assert model.weight.device == given.weight.device == META
+    assert model.scale.tolist() == [2.0, 2.0, 2.0]
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 def test_the_context_ends_after_an_error() -> None:

@@ -14,9 +14,8 @@ from .._base.imports import is_4bit_bnb_available, is_8bit_bnb_available, requir
 from ..config.sections.plugins_quantization import BnbQuantizationConfig
 from ..devices import registry
 from .device_map import check_device_map
-from .memory import get_balanced_memory
+from .made_map import make_device_map
 from .places import DISK, HOST, META, Place, is_offload
-from .planner import infer_auto_device_map
 from .quantised import offload_quantised, scales_name
 from .sizes import Dtype
 from .store import offload_weight
@@ -24,8 +23,6 @@ from .tensors import set_module_tensor_to_device
 from .ties import find_tied_parameters
 
 M = TypeVar("M", bound=nn.Module)
-
-_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def bitsandbytes(config: BnbQuantizationConfig) -> Any:
@@ -186,31 +183,14 @@ def get_quantized_model_device_map(
         return {"": HOST if backend.type == HOST else backend.device().index or 0}
     places: Mapping[str, Place]
     if isinstance(device_map, str):
-        places = _made_map(model, bnb_quantization_config, device_map, max_memory, no_split_module_classes)
+        dtype, special = bnb_quantization_config.target_dtype, special_dtypes(model, bnb_quantization_config)
+        places = make_device_map(model, device_map, max_memory, no_split_module_classes, dtype, special)
     else:
         check_device_map(model, device_map)
         places = device_map
     if bnb_quantization_config.load_in_4bit:
         _refuse_offload(model, places)
     return dict(places)
-
-
-def _made_map(
-    model: nn.Module,
-    config: BnbQuantizationConfig,
-    word: str,
-    max_memory: Mapping[int | str, int | str] | None,
-    no_split: str | Iterable[str] | None,
-) -> Mapping[str, Place]:
-    if word not in _WORDS:
-        raise ConfigurationError(
-            f"The device map {word!r} is not known. Write one of {', '.join(map(repr, _WORDS))}, or a dictionary."
-        )
-    dtype, special = config.target_dtype, special_dtypes(model, config)
-    limits = max_memory
-    if word != "sequential":
-        limits = get_balanced_memory(model, max_memory, no_split, dtype, special, low_zero=word == "balanced_low_0")
-    return infer_auto_device_map(model, limits, no_split, dtype, special)
 
 
 def _refuse_offload(model: nn.Module, places: Mapping[str, Place]) -> None:

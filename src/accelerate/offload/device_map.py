@@ -9,6 +9,7 @@ from torch import nn
 
 from .._base.errors import ConfigurationError
 from .places import Place, lookup, prefixes
+from .sizes import parts_of
 
 
 def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> dict[str, Place]:
@@ -41,6 +42,27 @@ def _shortest(name: str, uniform: set[str], module_name: str) -> str:
     """Return the highest module of `uniform` above `name` and not above `module_name`, or `name` itself."""
     inside = [prefix for prefix in prefixes(name) if not module_name or f"{prefix}.".startswith(f"{module_name}.")]
     return next((prefix for prefix in reversed(inside) if prefix in uniform), name)
+
+
+def without_overlap(model: nn.Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
+    """Return the map with no entry below another one: a module with such an entry is written as its parts.
+
+    The nearest entry decides, so `{"": "cpu", "embed": "disk"}` is the CPU for everything but `embed`.
+    """
+    opened = {above for name in device_map if name for above in prefixes(name)[1:]}
+    found = {name: place for name, place in device_map.items() if name not in opened}
+    pending = [(name, device_map[name]) for name in device_map if name in opened]
+    modules = dict(model.named_modules(remove_duplicate=False)) if pending else {}
+    while pending:
+        name, place = pending.pop()
+        for part, _ in parts_of(modules[name], name) if name in modules else ():
+            if part in device_map:
+                continue
+            if part in opened:
+                pending.append((part, place))
+            else:
+                found[part] = place
+    return found
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:

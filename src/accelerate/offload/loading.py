@@ -18,7 +18,7 @@ from ..collectives.base import Communicator
 from .converted import Wanted, write_converted
 from .places import DISK, HOST, META, Place, as_device, lookup
 from .progress import progress
-from .quantised import SCALES, offload_quantised, scales_name
+from .quantised import SCALES, is_4bit, offload_quantised, place_packed, scales_name, statistics_in
 from .sizes import resolve_dtype
 from .store import OffloadedWeightsLoader, save_offload_index
 from .tensors import check_shape, owner_of, set_module_tensor_to_device
@@ -75,17 +75,20 @@ class _Loader:
         self.loaded: dict[str, Source] = {}
         self.unexpected: list[str] = []
         self.to_convert: list[tuple[str, Wanted]] = []
+        self.statistics: dict[str, list[str]] = {}
 
     def load(self, weights: Weights) -> None:
         """Place every weight of a file."""
         names = weights.names()
-        present = set(names)
+        present, self.statistics = set(names), statistics_in(names)
+        beside = {name for group in self.statistics.values() for name in group}
         for name in names:
             if name.endswith(SCALES):
                 continue  # read together with the weight that it scales
             target = name if name in self.known else self.plain.get(name.replace(COMPILED, ""))
             if target is None:
-                self.unexpected.append(name)
+                if name not in beside:
+                    self.unexpected.append(name)
                 continue
             scales = scales_name(name)
             self._put(target, weights, name, scales if scales in present else None)
@@ -124,6 +127,10 @@ class _Loader:
             return
         device = as_device(HOST if place == DISK else place)
         value = weights.read(source, device)
+        if is_4bit(self._held(name)) and not value.is_floating_point():
+            beside = {key: weights.read(key, device) for key in self.statistics.get(source, ())}
+            place_packed(self.model, name, value, beside, device)
+            return
         statistics = None if scales is None else weights.read(scales, as_device(HOST))
         set_module_tensor_to_device(
             self.model, name, device, value, dtype, fp16_statistics=statistics, clear_cache=False

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,10 +65,9 @@ class Stored:
 
 
 class MappedFile:
-    """Map a file of weights, and notice when it is changed by somebody else.
+    """Map a file of weights, and notice when somebody else changes, removes or replaces it.
 
-    The mapping is private: a write to a tensor of it stays in this process. It goes on to hold what was mapped when the
-    file is removed, or replaced by another one under its name; only a change of the file itself is an error.
+    The mapping is private: a write to a tensor of it stays in this process.
 
     Raises:
         ConfigurationError: If the file is not there.
@@ -91,22 +90,31 @@ class MappedFile:
         self._memory = _private_mapping(descriptor, self.size) if self.size else None
 
     def check(self) -> None:
-        """Raise an error if the file was changed since it was mapped.
+        """Raise an error if the file is not what was mapped any more.
 
         Raises:
-            UsageError: If it was written to, or cut off: its pages are not the weights any more, or not there.
+            UsageError: If it was written to, cut off, removed, or replaced by another one under its name. The pages of
+                a file that is gone would still be there on some systems, and not on network file systems: a model
+                either has its file or says that it has not.
         """
         try:
             now = _identity(os.stat(self.path))  # noqa: PTH116 - called for every module that runs
-        except OSError:
+        except OSError as error:
+            self._complain(f"is not there any more ({error.strerror or error})")
+        if now == self._identity:
             return
-        if now != self._identity and now[0] == self._identity[0]:
-            change = f"from {self.size} to {now[1]} bytes" if now[1] != self.size else "in place"
-            raise UsageError(
-                f"The weights file {str(self.path)!r} was changed {change} while a model uses it, so what it holds are "
-                "not the weights of the model any more. Load the checkpoint again, and write new ones under another "
-                "name, or under a temporary name that is then renamed."
-            )
+        if now[0] != self._identity[0]:
+            self._complain("was replaced by another file")
+        self._complain(
+            f"was changed from {self.size} to {now[1]} bytes" if now[1] != self.size else "was changed in place"
+        )
+
+    def _complain(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"The weights file {str(self.path)!r} {what} while a model uses it, so it does not hold the weights of the "
+            "model. Load the checkpoint again, keep its files for as long as the model runs, and save new ones under "
+            "another name."
+        )
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """Return a tensor of the file: its own pages, unless it is small and not aligned."""

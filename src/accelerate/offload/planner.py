@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from .._base.choice import Choice
+from .._base.text import convert_bytes
 from .device_map import check_tied_parameters_on_same_device, clean_device_map
 from .memory import get_max_memory
 from .places import DISK, HOST, Place, is_offload, prefixes
@@ -24,7 +26,7 @@ from .sizes import (
     sizes_in,
 )
 from .ties import find_tied_parameters, ties_in
-from .tree import Tree
+from .tree import Tree, has_children
 
 Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
 
@@ -161,6 +163,7 @@ class Planner:
         self.ties = _ties_by_module(self.tied_parameters)
         self.queue: list[Part] = list(reversed(parts_of(model)))  # the next one is at the end
         self.waiting: dict[str, nn.Module | torch.Tensor] = dict(self.queue)
+        self.opened: set[str] = set()
         self.reserve = Reserve(model, sizes, no_split)
         self.plan = Plan(used=dict.fromkeys(self.devices, 0))
         self.current = 0
@@ -169,6 +172,9 @@ class Planner:
         """Place every module."""
         while self.queue:
             name, module = self.queue.pop()
+            if name in self.opened:
+                self.queue += reversed(parts_of(module, name))
+                continue
             if name not in self.waiting:
                 continue  # placed already, with the module that it is tied to
             if not self._place(name, module):
@@ -181,13 +187,14 @@ class Planner:
         limit = self.limits[device]
         if limit is None:
             return None
-        kept = self.reserve.largest_after(name) if device in self.reserving else 0
-        return limit - kept - self.plan.used[device]
+        return limit - self._kept(name) - self.plan.used[device]
 
     def _place(self, name: str, module: nn.Module | torch.Tensor) -> bool:
-        """Return whether the module is done with: placed, or split into parts that are next in the queue."""
+        """Return whether the module is placed; it has another turn if not: on the next device, or as its parts."""
         size, room = self.sizes.get(name, 0), self._room(name)
-        total, tied, _ = _with_ties(_tied_elsewhere(name, self.ties), size, self.sizes, self.waiting)
+        total, tied = size, list[str]()
+        if name in self.ties:
+            total, tied, _ = _with_ties(_tied_elsewhere(name, self.ties), size, self.sizes, self.waiting)
         if room is None or total <= room:
             self._assign(name, f"{size} bytes fit" + ("" if room is None else f" in {room}"))
             for other in tied:
@@ -199,8 +206,10 @@ class Planner:
             return False
         if is_splittable(module, self.no_split):
             self._note(f"{name}: split, {size} bytes do not fit in {room} on {self.devices[self.current]}")
-            self._split(name, module, at=len(self.queue))
-            return True
+            self._open(name, module)
+            return False
+        if not isinstance(module, torch.Tensor) and has_children(module):
+            self._note(f"{name}: stays whole, {type(module).__name__} is one of no_split_module_classes")
         if not self._fill_with_another(name, module, room):
             self._next_device(name, f"{size} bytes do not fit in {room}")
         return False
@@ -218,33 +227,51 @@ class Planner:
         self.plan.notes.append(note)
 
     def _next_device(self, name: str, reason: str) -> None:
-        self._note(f"{name}: not on {self.devices[self.current]}, {reason}")
+        device = self.devices[self.current]
+        self._note(f"{name}: not on {device}, {reason}")
+        kept = self._kept(name)
+        if kept:
+            self._note(f"{device}: {kept} bytes are kept for the largest layer that comes later, which may visit it")
         self.current += 1
 
-    def _split(self, name: str, module: nn.Module | torch.Tensor, at: int) -> None:
-        parts = parts_of(module, name)
-        self.queue[at:at] = reversed(parts)
+    def _kept(self, name: str) -> int:
+        """Return the bytes of the current device that stay free for layers after a module."""
+        return self.reserve.largest_after(name) if self.devices[self.current] in self.reserving else 0
+
+    def _open(self, name: str, module: nn.Module | torch.Tensor) -> None:
+        """Let the parts of a module take its turn."""
         del self.waiting[name]
-        self.waiting.update(parts)
+        self.waiting.update(parts_of(module, name))
+        self.opened.add(name)
 
     def _split_one_of(self, names: list[str]) -> bool:
         """Split the first module of `names` that may be split, so that only its tied part has to come along."""
         for name in names:
             module = self.waiting[name]
             if is_splittable(module, self.no_split):
-                at = next(index for index, (key, _) in enumerate(self.queue) if key == name)
-                del self.queue[at]
-                self._split(name, module, at)
+                self._open(name, module)
                 self._note(f"{name}: split, a part of it is tied to a module before it")
                 return True
         return False
+
+    def _in_order(self) -> list[Part]:
+        """Return the modules that wait, in the order of their turns."""
+        found: list[Part] = []
+        pending = list(self.queue)
+        while pending:
+            name, part = pending.pop()
+            if name in self.opened:
+                pending += reversed(parts_of(part, name))
+            elif name in self.waiting:
+                found.append((name, part))
+        return found
 
     def _fill_with_another(self, name: str, module: nn.Module | torch.Tensor, room: int) -> bool:
         """Put a later module on a device that would stay empty, if the caller asked for it."""
         device = self.devices[self.current]
         if not self.fallback or self.plan.used[device]:
             return False
-        parts = [(name, module), *(part for part in reversed(self.queue) if part[0] in self.waiting)]
+        parts = [(name, module), *self._in_order()]
         chosen, found, rest = fallback_allocate(parts, self.sizes, room, self.no_split, self.tied_parameters)
         if chosen is None or found is None:
             return False
@@ -285,23 +312,33 @@ def infer_auto_device_map(
     sizes, no_split = sizes_in(tree, dtype, special_dtypes), as_class_names(no_split_module_classes)
     planner = Planner(model, limits, sizes, no_split, fallback_allocation, ties_in(tree))
     plan = planner.run()
-    if verbose:
-        print("\n".join(plan.notes))  # noqa: T201 - the user asked to see it
     device_map = plan.device_map
-    if not offload_buffers and any(not is_offload(device) for device in limits):
-        _warn_about_buffers(model, plan, limits, sizes_in(tree, dtype, special_dtypes, buffers_only=True))
+    if any(not is_offload(device) for device in limits) and (verbose or not offload_buffers):
+        buffers = _offloaded_buffers(plan, sizes_in(tree, dtype, special_dtypes, buffers_only=True))
+        way = "go there too, by offload_buffers" if offload_buffers else "stay on the device that runs it"
+        plan.notes += [f"{name}: {size} bytes of buffers {way}" for name, size in buffers.items()]
+        if not offload_buffers:
+            _warn_about_buffers(plan, limits, sum(buffers.values()))
+    if verbose:
+        print("\n".join(map(readable, plan.notes)))  # noqa: T201 - the user asked to see it
     check_tied_parameters_on_same_device(planner.tied_parameters, device_map)
     return clean_device_map(device_map) if clean_result else device_map
 
 
-def _warn_about_buffers(
-    model: nn.Module, plan: Plan, limits: Mapping[int | str, int], buffer_sizes: Mapping[str, int]
-) -> None:
+def readable(note: str) -> str:
+    """Return a reason or note with its numbers of bytes in units."""
+    return re.sub(r"(\d+) bytes|(?<=in )\d+", lambda found: convert_bytes(int(found[1] or found[0])), note)
+
+
+def _offloaded_buffers(plan: Plan, buffer_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of the buffers of each offloaded module that has some."""
+    names = [name for name, choice in plan.choices.items() if is_offload(choice.value)]
+    return {name: buffer_sizes[name] for name in names if buffer_sizes.get(name)}
+
+
+def _warn_about_buffers(plan: Plan, limits: Mapping[int | str, int], needed: int) -> None:
     """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
     accelerators = [device for device in limits if not is_offload(device)]
-    if not accelerators:
-        return
-    needed = sum(buffer_sizes.get(name, 0) for name, choice in plan.choices.items() if is_offload(choice.value))
     if needed and all(needed > limits[device] - plan.used[device] for device in accelerators):
         warnings.warn(
             f"The buffers of offloaded modules take {needed} bytes, more than any accelerator has left. "

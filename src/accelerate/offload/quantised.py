@@ -1,14 +1,15 @@
-"""Weights in 8 bits: their scales, and how they are quantised on the way to the disk."""
+"""Weights in 8 and 4 bits: what is stored beside them, and how they are placed or written to the disk."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._base.errors import ConfigurationError
 from ..devices import registry
 from .places import META
 from .store import offload_weight
@@ -23,6 +24,51 @@ _WEIGHT = "weight"
 def scales_name(weight_name: str) -> str:
     """Return the name of the scales that belong to a weight; the empty name for other tensors, which have none."""
     return f"{weight_name.removesuffix(_WEIGHT)}{_SCALES}" if weight_name.endswith(_WEIGHT) else ""
+
+
+def statistics_in(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return, for each weight in 4 bits of a file, the names of what is stored beside it: `"layer.weight.absmax"`."""
+    present = set(names)
+    found: dict[str, list[str]] = {}
+    for name in present:
+        layer, dot, _ = name.rpartition(f".{_WEIGHT}.")
+        weight = f"{layer}.{_WEIGHT}" if dot else _WEIGHT
+        if weight in present and name.startswith(f"{weight}."):
+            found.setdefault(weight, []).append(name)
+    return found
+
+
+def is_4bit(parameter: torch.Tensor | None) -> bool:
+    """Return whether a parameter is of the class of bitsandbytes that packs weights in 4 bits."""
+    return type(parameter).__name__ == "Params4bit"
+
+
+def place_packed(
+    model: nn.Module,
+    weight_name: str,
+    value: torch.Tensor,
+    statistics: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    """Give a layer that computes in 4 bits a weight that is packed already.
+
+    Args:
+        statistics: What was stored beside the weight, by name.
+
+    Raises:
+        ConfigurationError: If there is nothing beside it.
+    """
+    owner, key = owner_of(model, weight_name)
+    if not statistics:
+        raise ConfigurationError(
+            f"The checkpoint holds {weight_name!r} as {str(value.dtype)!r} and nothing beside it in the same file, so it "
+            "cannot be unpacked to 4 bits. Load the checkpoint that is not quantised, or save the quantised model to one "
+            "file (`max_shard_size=`)."
+        )
+    made: Any = type(owner._parameters[key])
+    owner._parameters[key] = made.from_prequantized(
+        data=value, quantized_stats=dict(statistics), requires_grad=False, device=device, module=owner
+    )
 
 
 def offload_quantised(

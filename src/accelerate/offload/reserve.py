@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
+import torch
 from torch import nn
 
 from .places import lookup
@@ -32,9 +33,11 @@ class Reserve:
     def _add_parts(self, prefix: str, module: nn.Module, sizes: Mapping[str, int], no_split: set[str]) -> None:
         """Add what a module is made of, in the order of `parts_of`."""
         layers, ends = self._layers, self._ends
-        for key, part in chain(own_parameters(module), children_of(module), own_buffers(module)):
+        parts: Iterable[tuple[str, nn.Module | torch.Tensor]]
+        parts = chain(own_parameters(module), children_of(module), own_buffers(module))
+        for key, part in parts:
             name = prefix + key
-            if is_splittable(part, no_split):
+            if isinstance(part, nn.Module) and is_splittable(part, no_split):
                 self._starts[name] = len(layers)
                 self._add_parts(f"{name}.", part, sizes, no_split)
             else:

@@ -8,19 +8,18 @@ from torch import nn
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the children of a module by name, each once."""
-    seen: set[int] = set()
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in module._modules.items():
-        if child is not None and id(child) not in seen:
-            seen.add(id(child))
-            found.append((name, child))
-    return found
+    named = [(name, child) for name, child in module._modules.items() if child is not None]
+    if len({id(child) for _, child in named}) == len(named):
+        return named
+    first: dict[int, tuple[str, nn.Module]] = {}
+    for name, child in named:
+        first.setdefault(id(child), (name, child))
+    return list(first.values())
 
 
 def has_children(module: nn.Module) -> bool:
     """Return whether a module has a child."""
-    children = module._modules
-    return bool(children) and any(child is not None for child in children.values())
+    return bool(module._modules) and any(child is not None for child in module._modules.values())
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ import torch
 from torch import nn
 
 from .._base.choice import Choice
-from .._base.text import convert_bytes
 from .estimate import Model, size_in
 from .inventory import TensorEntry
 from .places import DISK, META, prefixes
-from .planner import Plan, Planner
+from .planner import Plan, Planner, readable
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def plan_parts(model: Model, limits: Mapping[int | str, int], dtype: str | None 
     sizes = _sizes(model.tensors, dtype)
     plan = Planner(_skeleton(model.tensors), limits, sizes, {WholeLayer.__name__}).run()
     parts = [
-        Part(name, sizes.get(name, 0), choice.value, _readable(_reason(name, choice, plan)))
+        Part(name, sizes.get(name, 0), choice.value, readable(_reason(name, choice, plan)))
         for name, choice in plan.choices.items()
     ]
     return _joined(parts)
@@ -82,11 +80,6 @@ def _skeleton(tensors: Iterable[TensorEntry]) -> nn.Module:
         # One element stands for the tensor: its size is looked up.
         modules[path]._parameters[key] = nn.Parameter(torch.empty(1, device=META), requires_grad=False)
     return modules[""]
-
-
-def _readable(reason: str) -> str:
-    """Return a reason with its numbers of bytes in units."""
-    return re.sub(r"(\d+) bytes|(?<=in )\d+", lambda found: convert_bytes(int(found[1] or found[0])), reason)
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +25,9 @@ from accelerate.offload.planner import (
     infer_auto_device_map,
 )
 from accelerate.offload.sizes import compute_module_sizes, get_max_layer_size
+from accelerate.offload.tree import Tree
+
+TraceFunction = Callable[[FrameType, str, object], object]
 
 
 class Net(nn.Module):
@@ -62,8 +69,30 @@ def test_every_choice_has_a_reason_and_verbose_prints_it(capsys: pytest.CaptureF
     assert plan.used == {0: 64, 1: 172, "disk": 0}
     infer_auto_device_map(model, {0: 200, 1: 200}, verbose=True)
     printed = capsys.readouterr().out.splitlines()
-    assert "batchnorm: not on 0, 72 bytes do not fit in 36" in printed
-    assert len(printed) == 4
+    assert printed == [
+        "linear1: on 0, 64 bytes fit in 100 bytes",
+        "batchnorm: not on 0, 72 bytes do not fit in 36 bytes",
+        "0: 100 bytes are kept for the largest layer that comes later, which may visit it",
+        "batchnorm: on 1, 72 bytes fit in 200 bytes",
+        "linear2: on 1, 100 bytes fit in 128 bytes",
+    ]
+
+
+def test_what_stays_whole_is_tied_or_has_buffers_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    block = nn.Sequential(linear(2048), linear(2048))
+    model = nn.ModuleDict({"embed": linear(1024), "block": block, "norm": nn.BatchNorm1d(4), "head": linear(1024)})
+    model["head"].weight = model["embed"].weight
+    limits: dict[int | str, int | str] = {0: 5150, "cpu": 500}
+    infer_auto_device_map(model, limits, ["Sequential"], verbose=True)
+    printed = capsys.readouterr().out.splitlines()
+    assert "embed: on 0, 1.0 KB fit in 1.03 KB" in printed
+    assert "head: on 0, tied to embed" in printed
+    assert "block: stays whole, Sequential is one of no_split_module_classes" in printed
+    assert "norm: 40 bytes of buffers stay on the device that runs it" in printed
+    infer_auto_device_map(model, limits, ["Sequential"], verbose=True, offload_buffers=True)
+    assert "norm: 40 bytes of buffers go there too, by offload_buffers" in capsys.readouterr().out.splitlines()
+    infer_auto_device_map(model, {0: 4000, "cpu": 500}, verbose=True, offload_buffers=True)
+    assert "block: split, 4.0 KB do not fit in 2.84 KB on 0" in capsys.readouterr().out.splitlines()
 
 
 def test_a_container_is_split_unless_its_class_stays_whole() -> None:
@@ -177,24 +206,60 @@ def test_a_plan_covers_the_model_and_respects_every_limit(
     assert {name: lookup(short, name) for name in plan.choices} == plan.device_map
 
 
-def count_calls(count: int) -> int:
-    """Return how many parts a plan of `count` layers looks at."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(count)])
-    planner = Planner(model, {0: 20 * count, "cpu": 20 * count}, compute_module_sizes(model), set())
-    calls, place = 0, planner._place
+def lines_run(work: Callable[[], object]) -> int:
+    """Return how many lines of Python a call runs: work, where time would depend on the machine."""
+    count, before = 0, sys.gettrace()
 
-    def counted(name: str, module: nn.Module | torch.Tensor) -> bool:
-        nonlocal calls
-        calls += 1
-        return place(name, module)
+    def trace(frame: FrameType, event: str, arg: object) -> TraceFunction:
+        nonlocal count
+        count += event == "line"
+        return trace
 
-    planner._place = counted  # type: ignore[method-assign]
-    planner.run()
-    return calls
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
-def test_planning_is_linear_in_the_number_of_modules() -> None:
-    assert count_calls(400) <= 2.1 * count_calls(200)
+def many_layers(count: int) -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(count)])
+
+
+def many_ties(count: int) -> nn.Module:
+    """Boxes whose second layers are tied to single layers before them, from the last one on."""
+    firsts = [nn.Linear(1, 1, bias=False) for _ in range(count)]
+    boxes = [nn.Sequential(nn.Linear(9, 9), nn.Linear(1, 1, bias=False)) for _ in range(count)]
+    for first, box in zip(firsts, reversed(boxes), strict=True):
+        box[1].weight = first.weight
+    return nn.Sequential(*firsts, *boxes)
+
+
+@pytest.mark.parametrize("make", [many_layers, many_ties])
+@pytest.mark.parametrize("memory", [{0: 20, "cpu": 60}, {0: 380, "cpu": 20}, {0: 1, "cpu": 1}])
+def test_planning_is_linear_in_the_number_of_modules(
+    make: Callable[[int], nn.Module], memory: dict[int | str, int]
+) -> None:
+    def lines(count: int) -> int:
+        model, limits = make(count), {device: size * count for device, size in memory.items()}
+        return lines_run(lambda: infer_auto_device_map(model, limits, offload_buffers=True))
+
+    assert lines(240) <= 2.3 * lines(120)  # 2 for every walk, and a little for the height of the tree of maxima
+
+
+def test_each_module_is_walked_a_fixed_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walks = many_layers(10), 0
+    add = Tree._add
+
+    def counted(self: Tree, prefix: str, module: nn.Module, above: int) -> None:
+        nonlocal walks
+        walks += 1
+        add(self, prefix, module, above)
+
+    monkeypatch.setattr(Tree, "_add", counted)
+    infer_auto_device_map(model, {0: 1000, "cpu": 1000})
+    assert walks == len(list(model.modules()))
 
 
 def test_the_largest_layer_is_named() -> None:

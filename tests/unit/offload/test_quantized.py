@@ -169,6 +169,31 @@ def test_a_saved_model_in_8_bits_is_loaded_as_it_is(checkpoint: Path, tmp_path: 
     assert error(again, first) == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}], ids=str)
+def test_a_saved_model_in_4_bits_is_loaded_as_it_is(
+    options: dict[str, Any], checkpoint: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    first = load_and_quantize_model(empty(), config(4, **options), checkpoint)
+    saved = tmp_path / "quantised.safetensors"
+    save_file(first.state_dict(), saved, metadata={"format": "pt"})
+    again = load_and_quantize_model(empty(), config(4, **options), saved)
+    assert again.up.weight.dtype == torch.uint8
+    assert torch.equal(again.up.weight, first.up.weight)
+    assert error(again, first) == 0
+    assert not [
+        warning for warning in recwarn if "not used" in str(warning.message)
+    ]  # what lies beside is not unexpected
+
+
+def test_a_packed_weight_alone_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    first = load_and_quantize_model(empty(), config(4), checkpoint)
+    saved = tmp_path / "quantised.safetensors"
+    alone = {name: value for name, value in first.state_dict().items() if ".weight." not in name}
+    save_file(alone, saved, metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"\.weight.*nothing beside it"):
+        load_and_quantize_model(empty(), config(4), saved)
+
+
 def test_sizes_in_a_plan_are_quantised_ones(model: Model) -> None:
     ours.replace_with_bnb_layers(model, config(8), ["head"])
     # 101 kB, 162 kB if all were in float32; the CPU keeps room for the largest layer on the disk, too.

@@ -162,6 +162,23 @@ def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         made.enter(stops[3])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_goes_between_two_forwards_is_an_error_that_names_it(
+    dtype: str, replaced: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "w.safetensors"
+    made, stops = engine(stored(file, dtype), 1)
+    run(made, stops, [0, 1, 2])
+    if replaced:
+        stored(tmp_path / "other.safetensors", dtype)
+        (tmp_path / "other.safetensors").replace(file)
+    else:
+        file.unlink()
+    with pytest.raises(RuntimeError, match=rf"w\.safetensors.*{'replaced' if replaced else 'not there'}"):
+        made.enter(stops[3])
+
+
 def test_a_file_that_is_gone_is_an_error_when_the_model_is_dispatched(tmp_path: Path) -> None:
     weights = stored(tmp_path / "w.safetensors")
     (tmp_path / "w.safetensors").unlink()
