@@ -108,7 +108,8 @@ def test_an_evaluation_can_ask_by_a_collective() -> None:
 
 
 def test_sigterm_to_one_rank_while_the_other_is_in_evaluation(tmp_path: Path) -> None:
-    run = Run(tmp_path, "--num_processes", "2", words=["evaluate=0@5"])
+    # Steps that take their time: the ranks must have agreed before the last one, on a busy machine too.
+    run = Run(tmp_path, "--num_processes", "2", words=["evaluate=0@5", "pause=0.3"])
     run.await_file("evaluating", "pid-1")
     os.kill(run.pid_of(1), signal.SIGTERM)
     (tmp_path / "go").touch()
