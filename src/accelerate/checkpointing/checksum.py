@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy
 
-from ..offload import advice
+from .._base import pages
 
 _COLUMNS, _ROWS = 509, 64
 _SEGMENT = _COLUMNS * _ROWS * 8
@@ -79,13 +79,13 @@ def _add_mapped(total: Checksum, file: FileIO) -> bool:
     The pages are asked for before they are touched: a disk that fails is then an error, and not the end of the process.
     """
     size = os.fstat(file.fileno()).st_size
-    if size < _SEGMENT or not advice.can_populate():
+    if size < _SEGMENT or not pages.can_populate():
         return False
     # Not closed by hand: that is refused as long as an error holds a part of it.
     content = numpy.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), numpy.uint8)
     for begin in range(0, size, _MAPPED_AT_ONCE):
         piece = content[begin : begin + _MAPPED_AT_ONCE]
-        if not advice.populate(piece.ctypes.data, piece.nbytes):
+        if not pages.populate(piece.ctypes.data, piece.nbytes):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(file.name))
         total.update(piece.data)
     return True

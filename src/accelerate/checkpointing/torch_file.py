@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..offload import advice
+from .._base import pages
 from .files import load
 
 _WORTH_IT = 32 * 2**20
@@ -33,7 +33,7 @@ def read(path: Path, **keywords: Any) -> Any:
     """
     if "mmap" in keywords or str(keywords.get("map_location")) != "cpu" or not keywords.get("weights_only", True):
         return load(path, **keywords)
-    if path.stat().st_size < _WORTH_IT or not advice.can_populate() or not zipfile.is_zipfile(path):
+    if path.stat().st_size < _WORTH_IT or not pages.can_populate() or not zipfile.is_zipfile(path):
         return load(path, **keywords)
     state = load(path, mmap=True, **keywords)
     tensors = [tensor for tensor in _tensors(state) if tensor.layout is torch.strided]
@@ -53,7 +53,7 @@ def read(path: Path, **keywords: Any) -> Any:
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     # Asked for before it is touched: a disk that fails is then an error, and not the end of the process.
-    if storage.nbytes() and not advice.populate(storage.data_ptr(), storage.nbytes()):
+    if storage.nbytes() and not pages.populate(storage.data_ptr(), storage.nbytes()):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     return torch.empty(0, dtype=torch.uint8).set_(storage).clone().untyped_storage()
 

@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
-# Linux 5.14; Python's mmap module has no name for it.
-_POPULATE_READ = 22
+from .._base import pages
+
 # Small enough that a thread that reads ahead notices soon that it is not needed any more.
 _CHUNK = 32 * 2**20
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the system call that gives advice, or None on a system without it.
-
-    `mmap.mmap.madvise` keeps the interpreter's lock while pages are read; a foreign function does not.
-    """
-    with suppress(AttributeError, OSError, TypeError):
-        call = ctypes.CDLL(None, use_errno=True).madvise
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        call.restype = ctypes.c_int
-        return call
-    return None
-
-
-def _advise(start: int, end: int, advice: int) -> bool:
-    call = _madvise()
-    return call is not None and end > start and call(start, end - start, advice) == 0
-
-
-@functools.cache
-def can_populate() -> bool:
-    """Return whether the kernel reads the pages of a mapping on request, and says if it cannot."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
-        return populate(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE)
-
-
-def populate(address: int, nbytes: int) -> bool:
-    """Bring the pages of mapped memory, and return whether they came: a broken disk or a cut file is no signal here."""
-    start = address - address % mmap.PAGESIZE
-    return _advise(start, address + nbytes, _POPULATE_READ)
 
 
 def _pages_around(tensor: torch.Tensor) -> tuple[int, int]:
@@ -64,7 +29,7 @@ def _pages_inside(tensor: torch.Tensor) -> tuple[int, int]:
 def announce(tensor: torch.Tensor) -> None:
     """Let the kernel start to read the pages of a mapped tensor, without waiting for them."""
     if tensor.nbytes and hasattr(mmap, "MADV_WILLNEED"):
-        _advise(*_pages_around(tensor), mmap.MADV_WILLNEED)
+        pages.advise(*_pages_around(tensor), mmap.MADV_WILLNEED)
 
 
 def bring(tensor: torch.Tensor) -> None:
@@ -77,7 +42,7 @@ def bring(tensor: torch.Tensor) -> None:
         return
     start, end = _pages_around(tensor)
     for chunk in range(start, end, _CHUNK):
-        if not _advise(chunk, min(chunk + _CHUNK, end), _POPULATE_READ):
+        if not pages.populate(chunk, min(chunk + _CHUNK, end) - chunk):
             announce(tensor)
             return
 
@@ -92,7 +57,7 @@ def let_go(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int) -> N
         offset: Where the tensor begins in it.
     """
     start, end = _pages_inside(tensor)
-    if end <= start or not hasattr(mmap, "MADV_DONTNEED") or not _advise(start, end, mmap.MADV_DONTNEED):
+    if end <= start or not hasattr(mmap, "MADV_DONTNEED") or not pages.advise(start, end, mmap.MADV_DONTNEED):
         return
     if hasattr(os, "posix_fadvise"):
         # Pages that another process has mapped stay. A file that is gone has nothing to be dropped.

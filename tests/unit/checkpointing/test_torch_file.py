@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from accelerate._base import pages
 from accelerate.checkpointing import checksum, torch_file
-from accelerate.offload import advice
 
-pytestmark = pytest.mark.skipif(not advice.can_populate(), reason="this kernel cannot populate a mapping")
+pytestmark = pytest.mark.skipif(not pages.can_populate(), reason="this kernel cannot populate a mapping")
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_sparse_tensors_and_old_files(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says that pages do not come; it cannot be made to here, so its answer is given in its place."""
     path = saved(tmp_path / "state.bin", {"w": torch.ones(100_000)})
-    monkeypatch.setattr(advice, "populate", lambda address, nbytes: False)
+    monkeypatch.setattr(pages, "populate", lambda address, nbytes: False)
     for read in (lambda: torch_file.read(path, map_location="cpu"), lambda: checksum.checksum(path)):
         with pytest.raises(OSError, match="Input/output error") as caught:
             read()
@@ -117,16 +117,16 @@ def test_the_kernel_says_that_pages_beyond_the_end_do_not_come(tmp_path: Path) -
     path.write_bytes(bytes(8 * mmap.PAGESIZE))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         address = numpy.frombuffer(mapped, numpy.uint8).ctypes.data
-        assert advice.populate(address, 8 * mmap.PAGESIZE)
+        assert pages.populate(address, 8 * mmap.PAGESIZE)
         file.truncate(mmap.PAGESIZE)
-        assert not advice.populate(address, 8 * mmap.PAGESIZE)
+        assert not pages.populate(address, 8 * mmap.PAGESIZE)
 
 
 def test_mapped_and_read_files_have_the_same_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(torch.randint(256, (3 * checksum._SEGMENT + 17,), dtype=torch.uint8).numpy().tobytes())
     mapped = checksum.checksum(path)
-    monkeypatch.setattr(advice, "can_populate", lambda: False)
+    monkeypatch.setattr(pages, "can_populate", lambda: False)
     assert checksum.checksum(path) == mapped
     monkeypatch.undo()
     monkeypatch.setattr(checksum, "_MAPPED_AT_ONCE", checksum._SEGMENT)
