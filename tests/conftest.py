@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import torch
 # Groups are forked from this process: threads of a pool that it has used would be missing in the children, which then
 # wait for them for ever. One thread needs no pool.
 torch.set_num_threads(1)
+
+# A shell that starts the tests in its background lets them ignore Ctrl-C, and every program that they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path[:0] = [path for path in (str(Path(__file__).resolve().parents[1]),) if path not in sys.path]
 

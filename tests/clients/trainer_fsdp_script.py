@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trainer_script import (
-    CLIENTS,
-    EVAL_SAMPLES,
-    MAX_STEPS,
-    SAVE_AT,
-    TRAIN_SAMPLES,
-    StepCounter,
-    fingerprint,
-)
-from transformers import Trainer, TrainingArguments, set_seed
+from trainer_script import CLIENTS, SAVE_AT, StepCounter, arguments_of, fingerprint, objects_of
+from transformers import Trainer
 
 import accelerate
 
@@ -26,24 +18,10 @@ BLOCKS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
 
 def run_client(name: str, output: Path, version: int, kind: str, resume: bool) -> dict[str, Any]:
     """Train one client, from the start or from its checkpoint, save its model, and return what can be compared."""
-    build_model, build_rows = CLIENTS[name]
-    generator = torch.Generator().manual_seed(7)
-    train, evaluation = build_rows(TRAIN_SAMPLES, generator), build_rows(EVAL_SAMPLES, generator)
-    set_seed(1 if resume else 0)
-    model = build_model()
-    arguments = TrainingArguments(
-        output_dir=str(output / name),
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=MAX_STEPS,
-        learning_rate=5e-3,
-        logging_steps=1,
-        save_steps=SAVE_AT,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
+    model, train, evaluation = objects_of(name, resume)
+    arguments = arguments_of(
+        name,
+        output,
         fsdp=True,
         fsdp_config={
             "version": version,

@@ -101,20 +101,23 @@ def right_share(predictions: numpy.ndarray, labels: numpy.ndarray) -> float:
     return float((guesses == labels).mean())
 
 
-def run_client(name: str, output: Path, resume: bool) -> dict[str, Any]:
-    """Train one client, from the start or from its checkpoint, and return what can be compared."""
+def objects_of(name: str, resume: bool) -> tuple[Any, Any, Any]:
+    """Return a fresh model, the rows it trains on and those it is evaluated on."""
     build_model, build_rows = CLIENTS[name]
     generator = torch.Generator().manual_seed(7)
     train, evaluation = build_rows(TRAIN_SAMPLES, generator), build_rows(EVAL_SAMPLES, generator)
     # A resumed run may not lean on the seed: its weights must come from the checkpoint.
     set_seed(1 if resume else 0)
-    model = build_model()
-    arguments = TrainingArguments(
+    return build_model(), train, evaluation
+
+
+def arguments_of(name: str, output: Path, **more: Any) -> TrainingArguments:
+    """Return how a client is trained."""
+    return TrainingArguments(
         output_dir=str(output / name),
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         gradient_accumulation_steps=2,
-        bf16=True,
         max_steps=MAX_STEPS,
         learning_rate=5e-3,
         logging_steps=1,
@@ -123,7 +126,14 @@ def run_client(name: str, output: Path, resume: bool) -> dict[str, Any]:
         use_cpu=True,
         disable_tqdm=True,
         seed=0,
+        **more,
     )
+
+
+def run_client(name: str, output: Path, resume: bool) -> dict[str, Any]:
+    """Train one client, from the start or from its checkpoint, and return what can be compared."""
+    model, train, evaluation = objects_of(name, resume)
+    arguments = arguments_of(name, output, bf16=True)
     counter = StepCounter()
     trainer = Trainer(
         model=model,
