@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
 _MODEL = "model"
+_LOST_CONSTANT = "fake tensor in the exported program constant"
 
 
 @dataclass(frozen=True)
@@ -120,23 +122,34 @@ def trace(model: nn.Module, points: Sequence[str], form: ChunkForm) -> Stages:
     flat = _Flat(model, form.pattern, outputs.append)
     examples = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in form.specs)
     spec = {f"{_MODEL}.{name}": SplitPoint.BEGINNING for name in points}
-    with _cut_marks_removed(model, points), warnings.catch_warnings(), torch.no_grad():
-        # torch 2.13 warns about its own use of LeafSpec while it copies what it traced.
-        warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
-        try:
-            traced = pipeline(flat, mb_args=examples, split_spec=spec)
-        except ConfigurationError:
-            raise
-        except RuntimeError as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, ConfigurationError):
-                raise cause from None
-            raise ConfigurationError(
-                f"{type(model).__name__} cannot be cut into stages: torch.export does not trace it "
-                f"({_first_line(cause)}). Give inputs that take no branches on values, such as use_cache=False, or "
-                "use `dispatch_model` instead."
-            ) from error
+    try:
+        traced = _traced(partial(pipeline, flat, mb_args=examples, split_spec=spec), model, points)
+    except ConfigurationError:
+        raise
+    except RuntimeError as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ConfigurationError):
+            raise cause from None
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be cut into stages: torch.export does not trace it "
+            f"({_first_line(cause)}). Give inputs that take no branches on values, such as use_cache=False, or "
+            "use `dispatch_model` instead."
+        ) from error
     return _assemble(model, traced.split_gm, points, form, outputs[-1])
+
+
+def _traced(attempt: Callable[[], Any], model: nn.Module, points: Sequence[str]) -> Any:
+    for is_last in (False, False, True):
+        with _cut_marks_removed(model, points), warnings.catch_warnings(), torch.no_grad():
+            # torch 2.13 warns about its own use of LeafSpec while it copies what it traced.
+            warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
+            try:
+                return attempt()
+            except RuntimeError as error:
+                # Now and then torch 2.13 loses the value of a constant on the way, and another attempt does not.
+                if is_last or _LOST_CONSTANT not in str(error.__cause__ or error):
+                    raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _first_line(error: BaseException) -> str:
