@@ -255,6 +255,21 @@ def test_a_launcher_that_is_stopped_leaves_no_process(
                 psutil.Process(pid).kill()
 
 
+def test_the_workers_of_a_restart_meet_at_a_store_of_their_own(tmp_path: Path) -> None:
+    script = tmp_path / "again.py"
+    script.write_text(
+        "import os, sys\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print(f\"{attempt} {os.environ['MASTER_PORT']}\\n\", end='', flush=True)\n"
+        "sys.exit(attempt == '0')\n"
+    )
+    done = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", str(script))
+    assert done.returncode == 0, done.stderr
+    ports = {attempt: {line for line in done.stdout.splitlines() if line.startswith(attempt)} for attempt in "01"}
+    assert [len(found) for found in ports.values()] == [1, 1]
+    assert ports["0"].pop().split()[1] != ports["1"].pop().split()[1]
+
+
 # --- explaining and mistakes ------------------------------------------------------------------------------------------
 
 

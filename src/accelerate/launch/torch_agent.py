@@ -55,6 +55,15 @@ class Agent(LocalElasticAgent):
             self._exit_barrier_timeout = _SECONDS_TO_CHECK_OUT
             self._exit_barrier()
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Torch 2.9 to 2.13 keeps the store that workers of the first attempt met at: those of the next one would find
+        # the addresses of the first there, and now and then try to reach them.
+        handler = worker_group.spec.rdzv_handler
+        for kept in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, kept):
+                setattr(handler, kept, None)
+        super()._rendezvous(worker_group)
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._listeners is not None:
             self._listeners.forget_stopped()
