@@ -88,11 +88,11 @@ def leave(program: Callable[[], int]) -> NoReturn:
     time of a short run.
     """
     try:
-        code: object = program()
+        code: int | str | None = program()
     except SystemExit as error:
         code = 0 if error.code is None else error.code
     if not isinstance(code, int) or "torch" not in sys.modules:
-        sys.exit(code)  # type: ignore[arg-type]
+        sys.exit(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -69,7 +69,7 @@ def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterat
 def parameters_on(device: torch.device) -> Iterator[None]:
     """Put every parameter that a module gets on a device; on the meta device, initialisers do nothing."""
     register = nn.Module.register_parameter
-    moved: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     @functools.wraps(register)
     def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -82,7 +82,7 @@ def parameters_on(device: torch.device) -> Iterator[None]:
             return
         seen, twin = moved.get(id(param), (None, None))
         if seen is not None and twin is not None and seen() is param:
-            register(module, name, twin)  # type: ignore[arg-type]  # given under two names
+            register(module, name, twin)  # given under two names
             return
         if device == META and type(param) is nn.Parameter and not vars(param) and param.is_contiguous():
             bare = torch.empty(param.shape, dtype=param.dtype, device=META)

@@ -100,7 +100,7 @@ def _cut(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int],
 
 def _overwrite(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """Give a tensor another shape and content in place, in memory of its own: a view leaves its base alone."""
-    buffer.set_(value)  # type: ignore[call-overload]
+    buffer.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
 
 
 class _Gather(torch.autograd.Function):
