@@ -105,16 +105,24 @@ class Piece:
                 self.held[to : to + last - first].copy_(stretch[first - at : last - at])
 
 
+def flat_shard(unit: torch.nn.Module) -> torch.Tensor | None:
+    """Return what this rank holds of the parameters of one wrapper of FSDP 1, joined; None where it has none.
+
+    torch 2.9 to 2.13 have no public way to it.
+    """
+    handle = getattr(unit, "_handle", None)
+    return None if handle is None else handle.flat_param.data
+
+
 def flat_pieces(unit: torch.nn.Module) -> dict[str, Piece]:
     """Return this rank's piece of every parameter that one wrapper of FSDP 1 holds, by its name below the wrapper.
 
     torch 2.9 to 2.13 have no public way to it without gathering the parameters.
     """
-    handle = getattr(unit, "_handle", None)
-    if handle is None:
+    held = flat_shard(unit)
+    if held is None:
         return {}
-    flat = handle.flat_param
-    held = flat.data
+    flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
     return {
         name: Piece(held, info.offset_in_shard or 0, info.intra_param_start_idx or 0, info.numel_in_shard or 0, whole)
         for name, info, whole in zip(flat._fqns, flat._shard_param_infos, flat._numels, strict=True)

@@ -16,7 +16,7 @@ from ...collectives import communicator
 from ...runtime.memory import trim_host_memory
 from ...runtime.torch_private import Piece
 from .originals import plain_name
-from .sending import send_to_parts, send_to_pieces
+from .sending import Sender
 
 
 @dataclass
@@ -58,6 +58,7 @@ class Filler:
         self.model = model
         self.device = device
         self.communicator = communicator()
+        self._sender = Sender(self.communicator, device)
         table: list[Any] = [_table(model) if self.communicator.rank == 0 else None]
         self.communicator.broadcast_objects(table)
         if isinstance(table[0], str):
@@ -91,14 +92,15 @@ class Filler:
             names = [plain_name(name) for name in waiting.entry.names]
             piece = next((pieces[name] for name in names if name in pieces), None) if pieces else None
             if piece is not None:
-                send_to_pieces(self.communicator, waiting.source, piece, self.device)
+                self._sender.send_to_piece(waiting.source, piece)
                 continue
             owner, attribute = self._place(waiting.entry.names[0])
             tensor: torch.Tensor = getattr(owner, attribute)
             if self._is_stand_in(tensor):
                 # Left alone by the engine: it keeps its identity, which the engine may have noted.
                 tensor.data = torch.empty_like(tensor)
-            send_to_parts(self.communicator, waiting.source, tensor, self.device)
+            self._sender.send_to_part(waiting.source, tensor)
+        self._sender.release()
         trim_host_memory()
 
     def _take(self, unit: str) -> list[_Entry]:
@@ -200,9 +202,10 @@ def fill_from_first(state: dict[Any, Any], whole: Mapping[Any, Any]) -> None:
     wrong = next((reason for reason in others[0] if reason), None)
     if wrong is not None:
         raise CheckpointError(f"{wrong} Build the model and the optimizer as they were when the checkpoint was saved.")
+    sender = Sender(ranks)
     for entry, other in zip(entries, others[1], strict=True):
         if isinstance(entry.here, torch.Tensor):
-            send_to_parts(ranks, entry.there, entry.here)
+            sender.send_to_part(entry.there, entry.here)
         else:
             entry.holder[entry.key] = other
 

@@ -14,9 +14,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..._base.errors import ConfigurationError
 from ...parallel.activation_checkpoint import inner_block
 from ...precision.scaler import SharedGradScaler
-from ...runtime.torch_private import flat_parameter_names, flat_pieces, is_flattened
+from ...runtime.memory import trim_host_memory
+from ...runtime.torch_private import flat_parameter_names, flat_pieces, flat_shard, is_flattened
 from ..base import StrategyContext
-from .filling import Filler, require_memory
+from .filling import Filler, Waiting, require_memory
 from .norms import Groups, clip_parts
 from .originals import ORIGINALS, Originals, plain_name
 from .sharding import ShardedStrategy
@@ -79,14 +80,16 @@ class FSDP1Strategy(ShardedStrategy):
         originals = Originals.of(model)
         before = list(model.parameters()) if not plugin.use_orig_params else []
         options = self._options(model)
-        filler = None
+        filling = None
         if plugin.sync_module_states or plugin.cpu_ram_efficient_loading or self._is_hybrid:
-            filler = Filler(model, self.runtime.device)
+            filling = _Filling(Filler(model, self.runtime.device))
         for unit in unit_names(plugin, model):
             parent_name, _, child = unit.rpartition(".")
             parent = inner_block(model.get_submodule(parent_name))
-            setattr(parent, child, self._wrap_unit(model.get_submodule(unit), unit, filler, options))
-        wrapped = self._wrap_unit(model, "", filler, options)
+            setattr(parent, child, self._wrap_unit(model.get_submodule(unit), unit, filling, options))
+        wrapped = self._wrap_unit(model, "", filling, options)
+        if filling is not None:
+            filling.finish()
         by_name = dict(_flat_parameters(wrapped)) if before else {}
         for parameter in before:
             if names[id(parameter)] in by_name:
@@ -94,17 +97,15 @@ class FSDP1Strategy(ShardedStrategy):
         wrapped.__dict__[ORIGINALS] = originals
         return wrapped
 
-    def _wrap_unit(self, module: nn.Module, unit: str, filler: Filler | None, options: dict[str, Any]) -> nn.Module:
+    def _wrap_unit(self, module: nn.Module, unit: str, filling: _Filling | None, options: dict[str, Any]) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        if filler is None:
+        if filling is None:
             require_memory(module, self.plugin.param_init_fn)
             return FullyShardedDataParallel(module, **options)
-        waiting = filler.place(unit)
+        waiting = filling.filler.place(unit)
         wrapped = FullyShardedDataParallel(module, **options)
-        prefix = f"{unit}." if unit else ""
-        pieces = {plain_name(f"{prefix}{name}"): piece for name, piece in flat_pieces(wrapped).items()}
-        filler.send(waiting, pieces)
+        filling.postpone(unit, wrapped, waiting)
         return wrapped
 
     def _options(self, model: nn.Module) -> dict[str, Any]:
@@ -160,6 +161,36 @@ class FSDP1Strategy(ShardedStrategy):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")  # whole weights are no surprise there
             return get_model_state_dict(model)
+
+
+class _Filling:
+    """The weights of the first rank, sent when all units are wrapped.
+
+    torch joins the weights of a unit before it cuts them. Shards have no memory until then, so that a rank holds either
+    its shards or one whole unit.
+    """
+
+    def __init__(self, filler: Filler) -> None:
+        self.filler = filler
+        self._units: list[tuple[str, nn.Module, list[Waiting]]] = []
+
+    def postpone(self, unit: str, wrapped: nn.Module, waiting: list[Waiting]) -> None:
+        """Keep for later what a unit waits for, and let go of the memory of its shard."""
+        shard = flat_shard(wrapped)
+        if shard is not None:
+            shard.untyped_storage().resize_(0)
+        self._units.append((unit, wrapped, waiting))
+        trim_host_memory()
+
+    def finish(self) -> None:
+        """Give every shard memory and the values of the first rank."""
+        for unit, wrapped, waiting in self._units:
+            shard = flat_shard(wrapped)
+            if shard is not None:
+                shard.untyped_storage().resize_(shard.nbytes)
+            prefix = f"{unit}." if unit else ""
+            pieces = {plain_name(f"{prefix}{name}"): piece for name, piece in flat_pieces(wrapped).items()}
+            self.filler.send(waiting, pieces)
 
 
 def _flat_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

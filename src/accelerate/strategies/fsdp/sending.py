@@ -13,47 +13,68 @@ from ...runtime.torch_private import Piece
 STRETCH_BYTES = 2**25
 
 
-def send_to_parts(
-    ranks: Communicator, source: torch.Tensor | None, here: torch.Tensor, device: torch.device | None = None
-) -> None:
-    """Fill this rank's part of a tensor, which is spread in some way or not at all, from the first rank.
+class Sender:
+    """Fill the parts that ranks have of tensors from the whole ones of the first rank.
 
     Args:
-        source: The whole tensor, on the first rank.
-        here: The tensor of this rank.
-        device: Where the group sends from; by default where the tensor lies.
+        ranks: Who takes part.
+        device: Where the group sends from; by default where a tensor lies.
     """
-    source = None if source is None else source.to(here.dtype)
-    piece = _piece_of(here)
-    if piece is not None:
-        send_to_pieces(ranks, source, piece, device)
-        return
-    target = local(here)
-    if source is not None:
-        whole = source.detach().to(device or target.device).contiguous()
-    else:
-        whole = torch.empty(here.shape, dtype=here.dtype, device=device or target.device)
-    ranks.broadcast(whole)
-    if isinstance(here, DTensor):
-        whole = distribute_tensor(whole, here.device_mesh, here.placements, src_data_rank=None).to_local()
-    with torch.no_grad():
-        target.copy_(whole)
 
+    def __init__(self, ranks: Communicator, device: torch.device | None = None) -> None:
+        self.ranks = ranks
+        self._device = device
+        self._room: torch.Tensor | None = None
 
-def send_to_pieces(
-    ranks: Communicator, source: torch.Tensor | None, piece: Piece, device: torch.device | None = None
-) -> None:
-    """Send a tensor in stretches, of which each rank copies what falls into its piece."""
-    flat = None if source is None else source.detach().reshape(-1)
-    step = max(1, STRETCH_BYTES // piece.held.element_size())
-    for begin in range(0, piece.whole, step):
-        count = min(step, piece.whole - begin)
-        if flat is not None:
-            stretch = flat[begin : begin + count].to(device or piece.held.device)
+    def send_to_part(self, source: torch.Tensor | None, here: torch.Tensor) -> None:
+        """Fill this rank's part of a tensor, which is spread in some way or not at all.
+
+        Args:
+            source: The whole tensor, on the first rank.
+            here: The tensor of this rank.
+        """
+        source = None if source is None else source.to(here.dtype)
+        piece = _piece_of(here)
+        if piece is not None:
+            self.send_to_piece(source, piece)
+            return
+        target = local(here)
+        device = self._device or target.device
+        if source is not None:
+            whole = source.detach().to(device).contiguous()
         else:
-            stretch = torch.empty(count, dtype=piece.held.dtype, device=device or piece.held.device)
-        ranks.broadcast(stretch)
-        piece.take(stretch, begin)
+            whole = torch.empty(here.shape, dtype=here.dtype, device=device)
+        self.ranks.broadcast(whole)
+        if isinstance(here, DTensor):
+            whole = distribute_tensor(whole, here.device_mesh, here.placements, src_data_rank=None).to_local()
+        with torch.no_grad():
+            target.copy_(whole)
+
+    def send_to_piece(self, source: torch.Tensor | None, piece: Piece) -> None:
+        """Send a tensor in stretches, of which each rank copies what falls into its piece."""
+        flat = None if source is None else source.detach().reshape(-1)
+        device = self._device or piece.held.device
+        step = max(1, STRETCH_BYTES // piece.held.element_size())
+        for begin in range(0, piece.whole, step):
+            count = min(step, piece.whole - begin)
+            if flat is not None:
+                stretch = flat[begin : begin + count].to(device)
+            else:
+                stretch = self._lend(count, piece.held.dtype, device)
+            self.ranks.broadcast(stretch)
+            piece.take(stretch, begin)
+
+    def release(self) -> None:
+        """Let go of the memory that was received into."""
+        self._room = None
+
+    def _lend(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory to receive into, the same one every time: memory of its own for each would add up."""
+        needed = count * dtype.itemsize
+        if self._room is None or self._room.nbytes < needed or self._room.device != device:
+            self.release()  # before there is another
+            self._room = torch.empty(needed, dtype=torch.uint8, device=device)
+        return self._room[:needed].view(dtype)
 
 
 def _piece_of(here: torch.Tensor) -> Piece | None:
