@@ -190,14 +190,15 @@ def save_lines(results: Results) -> Iterator[Line]:
 def stall_lines(results: Results) -> Iterator[Line]:
     samples = results[OURS]
     blocking = samples.quiet("blocking")
-    ours = 100 * samples.quiet("call") / blocking
+    wait = max(0.0, samples.extra("step after", "step"))
+    first, later = (100 * (samples.quiet(name) + wait) / blocking for name in ("first call", "call"))
     yield Line(
-        label="save_state(blocking=False): training stands still, of the time of a blocking save",
+        label="save_state(blocking=False): training stands still, of the time of a blocking save; the first one of a run",
         unit="%",
         budget="<= 15 %",
-        ours=ours,
-        passed=ours <= 15,
-        others=(("the first time", 100 * samples.quiet("first call") / blocking), ("blocking, s", blocking)),
+        ours=first,
+        passed=max(first, later) <= 15,
+        others=(("later ones", later), ("blocking, s", blocking), ("wait of the next step, s", wait)),
     )
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
 
-LAYERS, WIDTH = 48, 1024
+LAYERS, WIDTH, BATCH = 48, 1024, 128
 """50 million parameters: 200 MB of weights and 400 MB of Adam's state."""
 ROUNDS = 4
 LOADS = 20
@@ -38,7 +38,14 @@ class State:
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.accelerator.prepare(self.model, self.optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def compute_gradients(self) -> None:
+        """Run a forward and a backward pass."""
+        values = torch.ones(BATCH, WIDTH)
+        for layer in self.model:
+            values = layer(values)
+        values.sum().backward()
 
     def fresh(self, name: str) -> Path:
         shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -100,20 +107,32 @@ def measure_loads(state: State) -> dict[str, list[float]]:
 
 
 def measure_stalls(state: State) -> dict[str, list[float]]:
-    """Time only the call of a save in the background: training goes on when it returns."""
-    seconds: dict[str, list[float]] = {"blocking": [], "call": [], "first call": []}
+    """Time what training waits for: the call of a save in the background, and the step of the optimizer after it.
+
+    The step waits for the copy of the optimizer's state, which goes on while gradients are computed. They are computed
+    in one thread: where training takes all cores, it shares them with the save, which is another thing than to wait.
+    """
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {"blocking": [], "call": [], "first call": [], "step": [], "step after": []}
     state.save()
     for number in range(ROUNDS + 1):
-        started = time.perf_counter()
-        state.save()
-        seconds["blocking"].append(time.perf_counter() - started)
+        seconds["blocking"].append(timed(state.save))
+        state.compute_gradients()
+        seconds["step"].append(timed(state.optimizer.step))
         folder = state.fresh("saved")
-        started = time.perf_counter()
-        state.accelerator.save_state(folder, blocking=False)
+        call = timed(lambda folder=folder: state.accelerator.save_state(folder, blocking=False))
         # The first one has to get its memory from the system; later ones use it again.
-        seconds["call" if number else "first call"].append(time.perf_counter() - started)
+        seconds["call" if number else "first call"].append(call)
+        state.compute_gradients()
+        seconds["step after"].append(timed(state.optimizer.step))
         state.accelerator.wait_for_save()
     return seconds
+
+
+def timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
 
 
 class Counted(Dataset[int]):

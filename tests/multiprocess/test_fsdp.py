@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate._base import warn_once
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, merge_fsdp_weights
 
@@ -118,6 +118,42 @@ def test_a_run_goes_on_with_any_number_of_processes(name: str, chain: Any) -> No
     names = {entry.name for entry in Path(folder, name, "0").iterdir()}
     assert (IN_SHARDS if "shards" in name else WHOLE) < names
     assert "manifest.json" in names
+
+
+class Broken:
+    """A registered object that has no state to give."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved")
+
+
+def save_with_a_broken_object(folder: str) -> dict[str, str]:
+    """Fail on the first rank, which writes registered objects, while the others have shards to write with it."""
+    said = {}
+    for name in ("2 in shards", "1 in shards"):
+        case = VARIANTS[name]
+        assert case is not None
+        accelerator = case.accelerator()
+        _, optimizer, _ = prepared(accelerator)
+        accelerator.register_for_checkpointing(Broken())
+        for blocking in (True, False):
+            try:
+                accelerator.save_state(f"{folder}/{name}", blocking=blocking)
+                accelerator.wait_for_save()
+            except CheckpointError as error:
+                said[f"{name}, {blocking}"] = str(error)
+        optimizer.step()
+    return said
+
+
+def test_a_rank_that_fails_before_it_writes_shards_stops_the_others(tmp_path: Path) -> None:
+    for said in run_group(save_with_a_broken_object, 2, str(tmp_path), timeout=120):
+        assert len(said) == 4
+        assert all("Rank 0" in text and "no state today" in text for text in said.values())
+    assert not any(tmp_path.iterdir())
 
 
 def test_checkpoints_change_between_versions_forms_and_copies(chain: Any) -> None:

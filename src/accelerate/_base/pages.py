@@ -8,8 +8,8 @@ import mmap
 from collections.abc import Callable
 from contextlib import suppress
 
-# Linux 5.14; Python's mmap module has no name for it.
-_POPULATE_READ = 22
+# Linux 5.14; Python's mmap module has no names for them.
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
 
 
 @functools.cache
@@ -35,6 +35,11 @@ def advise(start: int, end: int, advice: int) -> bool:
 def populate(address: int, nbytes: int) -> bool:
     """Bring the pages of mapped memory, and return whether they came: a broken disk or a cut file is no signal here."""
     return advise(address - address % mmap.PAGESIZE, address + nbytes, _POPULATE_READ)
+
+
+def populate_fresh(address: int, nbytes: int) -> None:
+    """Get the pages of memory that is about to be written all at once, where the kernel can: one by one takes longer."""
+    advise(address - address % mmap.PAGESIZE, address + nbytes, _POPULATE_WRITE)
 
 
 @functools.cache

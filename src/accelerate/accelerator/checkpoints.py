@@ -83,8 +83,9 @@ class CheckpointMixin:
         Args:
             output_dir: The folder of the checkpoint.
             safe_serialization: Write weights as safetensors.
-            blocking: Wait until the checkpoint is on the disk. False returns when the state is copied to host memory,
-                which takes that much more of it until the copy is written; one such save runs at a time.
+            blocking: Wait until the checkpoint is on the disk. False returns when the weights are copied to host memory;
+                the state of optimizers follows until their next step, which waits for it. The copy takes as much memory
+                as the state; one such save runs at a time.
             **save_model_func_kwargs: Options of an engine that saves by itself.
 
         Returns:

@@ -17,6 +17,7 @@ from .background import PendingSave, background_communicator
 from .catalog import CheckpointInfo, newest_valid
 from .folder import StagedFolder
 from .manifest import Facts, Manifest
+from .parts import later
 from .parts.base import LoadOptions, Part
 from .parts.host_copy import host_buffers
 from .reading import BrokenCheckpoint, Reading
@@ -60,7 +61,7 @@ class Checkpointer:
 
         Args:
             facts: Where the run stands.
-            blocking: Wait until it is on the disk; otherwise return when the state is copied to host memory.
+            blocking: Wait until it is on the disk; otherwise return when training can go on.
             afterwards: What the leading ranks do once it is published.
 
         Raises:
@@ -75,7 +76,7 @@ class Checkpointer:
         try:
             parts = [part for part in collect(transaction.stage) if part.everywhere or team.leads]
             payloads = [(part, part.snapshot(copy=not blocking)) for part in parts]
-        except Exception as error:  # noqa: BLE001 - the other ranks hear of it when all have written
+        except Exception as error:  # noqa: BLE001 - the other ranks hear of it before they write
             failure = error
         except BaseException:
             transaction.discard(team)
@@ -86,7 +87,13 @@ class Checkpointer:
                 part.write(payload, folder)
 
         def work() -> None:
+            nonlocal failure
             try:
+                try:
+                    # First of all, so that no optimizer waits until other parts are written.
+                    payloads[:] = [(part, later.settled(payload)) for part, payload in payloads]
+                except Exception as error:  # noqa: BLE001 - as above
+                    failure = error
                 transaction.complete(write, team, facts, failure=failure, afterwards=afterwards)
             finally:
                 payloads.clear()

@@ -1,14 +1,15 @@
-"""A thread that runs functions one after another while its owner does something else."""
+"""Threads that do a part of their owner's work."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_END = object()
 
 
 class HelperThread:
@@ -42,3 +43,33 @@ class HelperThread:
             except BaseException as error:  # noqa: BLE001 - the owner sees it at `result()`
                 future.set_exception(error)
             del job, future, function  # while it waits for the next one, nothing of the last one stays in memory
+
+
+def run_side_by_side(function: Callable[[T], object], items: Iterable[T], num_threads: int) -> None:
+    """Call a function with each item, in several threads, one of which is this one.
+
+    Raises:
+        Exception: What the function raised first; items that no thread had begun are left out then.
+    """
+    lock, waiting = threading.Lock(), iter(items)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while not failures:
+            with lock:
+                item = next(waiting, _END)
+            if item is _END:
+                return
+            try:
+                function(item)  # type: ignore[arg-type]
+            except BaseException as error:  # noqa: BLE001 - the caller sees it
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

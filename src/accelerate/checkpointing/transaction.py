@@ -17,6 +17,8 @@ from .manifest import Facts, FileRecord, Manifest
 from .names import MANIFEST
 from .team import Failure, Team
 
+_NOT_SAVED = "saved; nothing was published, and earlier ones are untouched"
+
 
 class Transaction:
     """A checkpoint in the making.
@@ -69,11 +71,13 @@ class Transaction:
             CheckpointError: The same on all ranks, if one of them failed.
         """
         try:
+            # Before anything is written: ranks that write shards wait for each other meanwhile.
+            team.share(None if failure is None else Failure.of(team.rank, failure), self.target, _NOT_SAVED)
             try:
-                outcome: list[FileRecord] | Failure = self._write(write, failure)
+                outcome: list[FileRecord] | Failure = self._write(write)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
                 failure, outcome = error, Failure.of(team.rank, error)
-            written = team.share(outcome, self.target, "saved; nothing was published, and earlier ones are untouched")
+            written = team.share(outcome, self.target, _NOT_SAVED)
             published = self._publish([record for entry in written for record in entry], team, facts)
             if afterwards is not None and team.leads and published is None:
                 afterwards()
@@ -85,9 +89,7 @@ class Transaction:
             raise
         self._folder.close()
 
-    def _write(self, write: Callable[[StagedFolder], None], failure: Exception | None) -> list[FileRecord]:
-        if failure is not None:
-            raise failure
+    def _write(self, write: Callable[[StagedFolder], None]) -> list[FileRecord]:
         if not self.stage.is_dir():
             raise CheckpointError(
                 f"{str(self.stage)!r}, made by the leading rank, is not to be seen here: the machines have no common "

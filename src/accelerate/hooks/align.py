@@ -21,7 +21,8 @@ from ..offload.tensors import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
-from .base import Arguments, ModelHook, eager_only
+from ..runtime.eager import eager_only
+from .base import Arguments, ModelHook
 from .visits import Visit
 
 SkipKeys = str | list[str] | None

@@ -11,25 +11,9 @@ from torch import nn
 
 from ..devices import registry
 
-F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def eager_only(function: F) -> F:
-    """Keep torch.compile out of a function that changes the parameters of a module.
-
-    `torch.compiler.disable` as a decorator would import the compiler, which takes a second, for everybody.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 class ModelHook:

@@ -12,7 +12,8 @@ from ..collectives.nested import send_to_device
 from ..devices import registry
 from ..offload.places import Place, as_device
 from ..offload.tensors import check_device_same
-from .base import Arguments, ModelHook, eager_only, remove_hook_from_module
+from ..runtime.eager import eager_only
+from .base import Arguments, ModelHook, remove_hook_from_module
 
 
 class CpuOffload(ModelHook):

@@ -81,3 +81,11 @@ def restore_forward(model: torch.nn.Module) -> None:
 def is_prepared_inside(model: torch.nn.Module, prepared: torch.nn.Module) -> bool:
     """Return whether `model` is what `prepared` was made from."""
     return prepared is not model and extract_model_from_parallel(prepared, keep_torch_compile=False) is model
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of torch inside its wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    plain: torch.optim.Optimizer = optimizer
+    return plain

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -42,6 +42,15 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
     torch 2.9 to 2.13 raise an error when gradients are unscaled twice, and have no public way to ask before.
     """
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def calls_step_hooks(optimizer: object) -> TypeGuard[torch.optim.Optimizer]:
+    """Return whether `register_step_pre_hook` of an optimizer has an effect.
+
+    torch 2.9 to 2.13 wrap `step` in their constructor, which some optimizers never call; there is no public way to ask.
+    """
+    step = getattr(type(optimizer), "step", None)
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(step, "hooked", False)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

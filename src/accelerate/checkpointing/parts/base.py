@@ -75,7 +75,10 @@ class Part(Protocol):
         """Whether every rank saves; otherwise the leading one saves for all."""
 
     def snapshot(self, *, copy: bool) -> Any:
-        """Return the state, with `copy` in host memory that training does not change. All ranks may take part."""
+        """Return the state, with `copy` in host memory that training does not change. All ranks may take part.
+
+        It may be a `Later`, which is copied at the beginning of the work in the background.
+        """
 
     def write(self, payload: Any, folder: StagedFolder) -> None:
         """Write a snapshot, without talking to other ranks."""

@@ -13,6 +13,7 @@ from .. import names, sharded
 from ..folder import StagedFolder
 from .base import LoadOptions, read_torch
 from .host_copy import host_copy
+from .later import copied_before_step
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,6 +59,10 @@ class OptimizerPart(ObjectPart):
         super().__init__(f"optimizer {index}", names.optimizer_file(index), optimizer)
         self.optimizer = optimizer
         self.index = index
+
+    def snapshot(self, *, copy: bool) -> Any:
+        state = self.held.state_dict()
+        return copied_before_step(self.optimizer, state, self.name) if copy else state
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         shards = folder / names.sharded_optimizer(self.index)

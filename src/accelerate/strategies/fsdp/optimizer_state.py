@@ -14,18 +14,10 @@ from torch import nn
 from ..._base.errors import CheckpointError
 from ...checkpointing import sharded
 from ...collectives import communicator
-from ...parallel.unwrap import extract_model_from_parallel
+from ...parallel.unwrap import extract_model_from_parallel, plain_optimizer
 from ...runtime.torch_private import flat_parameter_names
 from .filling import fill_from_first
 from .originals import CHECKPOINT_WRAPPER, ORIGINALS, Originals, plain_name
-
-
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of torch inside its wrappers."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    plain: torch.optim.Optimizer = optimizer
-    return plain
 
 
 def is_fsdp1(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from ...checkpointing import names, sharded
 from ...checkpointing.folder import StagedFolder
 from ...checkpointing.parts.base import LoadOptions, read_torch
 from ...checkpointing.parts.host_copy import host_copy
+from ...checkpointing.parts.later import Later, copied_before_step
 from ...checkpointing.parts.weights import WeightsPart
 from ...collectives import communicator
 from ...runtime import current
@@ -75,19 +76,27 @@ class ShardedPart(ABC):
 
     def snapshot(self, *, copy: bool) -> Any:
         is_whole = kind_of(self.strategy.plugin) == FULL
+        group = None
+        if copy and not is_whole and current.runtime().is_distributed:
+            group = current.remember("sharded save group", _own_group)
+        snapshot, error = None, None
         try:
             state = self.state()
             state = whole(state, keep=current.runtime().rank == 0) if is_whole else state
-            snapshot = _Snapshot(_copy(state) if copy else state, is_whole)
-            error = None
+            if copy:
+                snapshot = self.copied(state, lambda state: _Snapshot(_copy(state), is_whole, group))
+            else:
+                snapshot = _Snapshot(state, is_whole)
         except Exception as caught:  # noqa: BLE001 - the others would wait for this rank while they write
             error = caught
         failed = [text for text in communicator().gather_object(None if error is None else repr(error)) if text]
         if failed:
             raise CheckpointError(f"The state of {self.name} cannot be collected: {failed[0]}.") from error
-        if copy and not is_whole and current.runtime().is_distributed:
-            snapshot.group = current.remember("sharded save group", _own_group)
         return snapshot
+
+    def copied(self, state: dict[str, Any], copy: Callable[[Any], _Snapshot]) -> _Snapshot | Later:
+        """Return a copy of the state, or the promise of one."""
+        return copy(state)
 
     def write(self, payload: Any, folder: StagedFolder) -> None:
         rank = current.runtime().rank
@@ -193,6 +202,10 @@ class ShardedOptimizerPart(ShardedPart):
 
     def state(self) -> dict[str, Any]:
         return optimizer_state(self.model, self.optimizer)
+
+    def copied(self, state: dict[str, Any], copy: Callable[[Any], _Snapshot]) -> _Snapshot | Later:
+        promise: _Snapshot | Later = copied_before_step(self.optimizer, state, self.name, copy)
+        return promise
 
     def restore(self, payload: Any) -> None:
         load_optimizer_state(self.model, self.optimizer, payload)

@@ -69,6 +69,22 @@ class TestHostCopy:
         assert {tensor.data_ptr() for tensor in third.values()} <= addresses
         assert third["b"].tolist() == state["b"].tolist()
 
+    @pytest.mark.parametrize("num_threads", [1, 3])
+    def test_large_tensors_are_copied_in_pieces(self, num_threads: int) -> None:
+        state = {
+            "long": torch.arange(9 * 2**20, dtype=torch.int32),  # no multiple of a piece
+            "turned": torch.arange(4 * 2**20, dtype=torch.int32).view(2048, -1).T,
+            "odd": torch.arange(3 * 2**20 + 7, dtype=torch.int16),
+        }
+        for _ in range(2):  # in fresh memory, then in what was used before
+            copied = host_copy(state, num_threads=num_threads)
+            for name, tensor in state.items():
+                assert torch.equal(copied[name], tensor), name
+                assert copied[name].stride() == tensor.stride(), name
+            for tensor in state.values():
+                tensor.add_(1)
+            host_buffers().release()
+
 
 class TestRandom:
     def saved(self, folder: Path, seeds: list[int]) -> None:
