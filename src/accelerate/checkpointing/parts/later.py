@@ -11,6 +11,7 @@ import torch
 
 from ..._base.errors import CheckpointError
 from ...parallel.unwrap import plain_optimizer
+from ...runtime import current
 from ...runtime.eager import eager_only
 from ...runtime.torch_private import calls_step_hooks
 from .host_copy import copy_structure, host_copy
@@ -102,7 +103,13 @@ class _Gate:
                 later.settle()
 
 
-_GATES: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gate] = weakref.WeakKeyDictionary()
+def _gate_of(optimizer: torch.optim.Optimizer) -> _Gate:
+    gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gate]
+    gates = current.remember("optimizer gates", weakref.WeakKeyDictionary)
+    if optimizer not in gates:
+        gates[optimizer] = _Gate()
+        optimizer.register_step_pre_hook(gates[optimizer].let_pass)
+    return gates[optimizer]
 
 
 def copied_before_step(optimizer: Any, state: Any, name: str, copy: Callable[[Any], Any] | None = None) -> Any:
@@ -118,10 +125,7 @@ def copied_before_step(optimizer: Any, state: Any, name: str, copy: Callable[[An
         return (copy or host_copy)(state)
     # One thread: training needs the others.
     later = Later(state, name, copy or (lambda value: host_copy(value, num_threads=1)))
-    if inner not in _GATES:
-        _GATES[inner] = _Gate()
-        inner.register_step_pre_hook(_GATES[inner].let_pass)
-    _GATES[inner].wait_for(later)
+    _gate_of(inner).wait_for(later)
     return later
 
 
