@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accelerate.runtime.torch_private import after_backward
 
@@ -20,6 +20,29 @@ BUCKET_BYTES = 25 * 2**20
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor that this rank holds: all of a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor; every rank that holds a part of it calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def split_like(tensor: torch.Tensor, pattern: torch.Tensor | None, axes: Sequence[str] | None = None) -> torch.Tensor:
+    """Return this rank's part of a whole tensor that all ranks have, split as another tensor is.
+
+    Args:
+        axes: The axes of the pattern's mesh along which it is split; by default all.
+    """
+    if not isinstance(pattern, DTensor):
+        return tensor
+    mesh, placements = pattern.device_mesh, pattern.placements
+    if axes is not None:
+        names = mesh.mesh_dim_names or ()
+        kept = [index for index, name in enumerate(names) if name in axes]
+        if not kept:
+            return tensor
+        mesh, placements = mesh[tuple(names[index] for index in kept)], tuple(placements[index] for index in kept)
+    return distribute_tensor(tensor.to(pattern.device), mesh, placements, src_data_rank=None)
 
 
 def by_layout(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

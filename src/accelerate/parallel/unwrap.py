@@ -12,6 +12,16 @@ from .compile import has_compiled_regions, is_compiled_module
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 
 
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+"""The name of a block inside of the wrapper that computes its activations again."""
+_WRAPPER_NAMES = ("_fsdp_wrapped_module", CHECKPOINT_WRAPPER, "_orig_mod")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter in the user's model, without the wrappers around its modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
 def _wrapper_types() -> tuple[type[torch.nn.Module], ...]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -25,7 +25,8 @@ from ..config.sections.handlers import DistributedDataParallelKwargs
 from ..config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 from ..data_loader.plan import data_shard
 from ..parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
-from ..parallel.unwrap import extract_model_from_parallel
+from ..parallel.shares import GradientShare, gradient_share
+from ..parallel.unwrap import extract_model_from_parallel, plain_name
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime.runtime import Runtime
@@ -171,14 +172,14 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return what this rank has summed up in a window that is open, by the names of the parameters."""
+        """Return the whole gradients that this rank has summed up in a window that is open, by names in the user's model."""
         named = model.named_parameters()
-        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        return {plain_name(name): parameter.grad for name, parameter in named if parameter.grad is not None}
 
     def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Go on in a window with what was summed up in it; a parameter that is not named has no gradient."""
         for name, parameter in model.named_parameters():
-            gradient = gradients.get(name)
+            gradient = gradients.get(plain_name(name))
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def full_state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
@@ -205,6 +206,12 @@ class Strategy:
         layout = self.context.parallelism
         sizes = {} if layout is None or layout.device_mesh is None else layout.sizes
         return data_shard(self.runtime.rank, self.runtime.world_size, sizes)
+
+    def gradient_share(self) -> GradientShare:
+        """Return which gradients this process sums up: of its data, and of its layers."""
+        layout = self.context.parallelism
+        sizes = {} if layout is None or layout.device_mesh is None else layout.sizes
+        return gradient_share(self.runtime.rank, self.runtime.world_size, sizes)
 
     def replaced(
         self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]

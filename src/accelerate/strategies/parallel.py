@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,13 +14,13 @@ from .._base.choice import Choice
 from .._base.enums import DistributedType
 from .._base.errors import ConfigurationError
 from ..checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
-from ..parallel.gradients import GradientMean, clip_grad_norm, local, scale_gradients
+from ..parallel.gradients import GradientMean, clip_grad_norm, local, scale_gradients, split_like, whole
 from ..parallel.mesh import averaging_group, axis_group
 from ..parallel.pipeline.training import PipelineStage, check_parts
 from ..parallel.state import gather_stages, gather_whole
 from ..parallel.steps import same_start_step, tensor_parallel_step
 from ..parallel.tensor import plan_of
-from ..parallel.unwrap import extract_model_from_parallel
+from ..parallel.unwrap import extract_model_from_parallel, plain_name
 from ..precision.scaler import SharedGradScaler
 from ..runtime.runtime import Runtime
 from ..session.request import EngineRequest
@@ -165,6 +165,16 @@ class ParallelStrategy(Strategy):
         for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
             if parameter.grad is not None:
                 local(parameter.grad).clamp_(min=-clip_value, max=clip_value)
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole gradients of this rank's data; ranks that share a layer bring its gradient together."""
+        return {name: whole(gradient) for name, gradient in super().open_gradients(model).items()}
+
+    def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part of the gradients of an open window."""
+        parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        own = {name: split_like(gradients[name], parameters[name]) for name in parameters if name in gradients}
+        super().set_open_gradients(model, own)
 
     def replaced(
         self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ...parallel.shares import GradientShare
 from ...runtime.gradient_clock import GradientState
 from .. import names
 from ..folder import StagedFolder
@@ -31,8 +34,11 @@ class Window(Protocol):
 class Gradients(Protocol):
     """A strategy, which knows where the gradients of an open window are."""
 
+    def gradient_share(self) -> GradientShare:
+        """Return which gradients this rank sums up."""
+
     def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return what this rank has summed up, by the names of the parameters."""
+        """Return what this rank has summed up, whole, by the names of the parameters."""
 
     def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Go on with what was summed up."""
@@ -66,7 +72,8 @@ class WindowPart:
         counts = self.window.state_dict()
         if not gradients and not counts:
             return None
-        payload = {"window": counts, "is_open": is_open, "gradients": gradients}
+        share = asdict(self.strategy.gradient_share())
+        payload = {"window": counts, "is_open": is_open, "gradients": gradients, "share": share}
         return host_copy(payload) if copy else payload
 
     def write(self, payload: Any, folder: StagedFolder) -> None:
@@ -74,21 +81,29 @@ class WindowPart:
             folder.write_torch(names.window_file(self.rank), payload)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
+        share = self.strategy.gradient_share()
         own = folder / names.window_file(self.rank)
-        if options.saved_world_size == options.world_size:
-            return read_torch(own, options) if own.is_file() else None
+        if options.saved_world_size == options.world_size and own.is_file():
+            payload = read_torch(own, options)
+            if GradientShare(**payload["share"]) == share:
+                return payload
         files = [folder / names.window_file(rank) for rank in range(options.saved_world_size)]
         saved = [read_torch(file, options) for file in files if file.is_file()]
-        return self._share(saved, options) if saved else None
+        return self._part_of(saved, share) if saved else None
 
-    def _share(self, saved: list[Any], options: LoadOptions) -> Any:
-        """Return this rank's part of a window that was opened on another number of ranks."""
+    def _part_of(self, saved: list[Any], share: GradientShare) -> Any:
+        """Return this rank's part of a window that was opened in another layout."""
+        shares: defaultdict[int, list[Any]] = defaultdict(list)
+        for payload in saved:
+            shares[payload["share"]["index"]].append(payload)
         counts, divisor = self.window.share_of(
-            [payload["window"] for payload in saved], options.saved_world_size, options.world_size
+            [alike[0]["window"] for alike in shares.values()], saved[0]["share"]["count"], share.count
         )
         gradients: dict[str, torch.Tensor] = {}
-        for payload in saved:
-            for name, gradient in payload["gradients"].items():
+        for alike in shares.values():
+            # Of the same data: other layers, or the same gradients again.
+            one = {name: gradient for payload in alike for name, gradient in payload["gradients"].items()}
+            for name, gradient in one.items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         return {
             "window": counts,

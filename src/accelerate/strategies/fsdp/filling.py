@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from ..._base.errors import CheckpointError, ConfigurationError
 from ...collectives import communicator
+from ...parallel.unwrap import plain_name
 from ...runtime.memory import trim_host_memory
 from ...runtime.torch_private import Piece
-from .originals import plain_name
 from .sending import Sender
 
 

@@ -13,13 +13,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._base.errors import ConfigurationError
 from ...parallel.activation_checkpoint import inner_block
+from ...parallel.unwrap import plain_name
 from ...precision.scaler import SharedGradScaler
 from ...runtime.memory import trim_host_memory
 from ...runtime.torch_private import flat_parameter_names, flat_pieces, flat_shard, is_flattened
 from ..base import StrategyContext
 from .filling import Filler, Waiting, require_memory
 from .norms import Groups, clip_parts
-from .originals import ORIGINALS, Originals, plain_name
+from .originals import ORIGINALS, Originals
 from .sharding import ShardedStrategy
 from .wrapping import ignored_modules, unit_names
 

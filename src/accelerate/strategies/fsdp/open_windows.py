@@ -7,41 +7,42 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ..._base.warn_once import warn_once
+from ...parallel.gradients import split_like, whole
+from ...parallel.unwrap import plain_name
 from ...runtime.torch_private import held_back_gradients
 from .optimizer_state import parameter_names
-from .originals import plain_name
 
 
 def read_open_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole gradients that this rank has summed up, by the names of parameters in the user's model.
 
-    They are not those of other ranks: each rank has summed up its own share of the data.
+    They are not those of other ranks: each rank has summed up its own share of the data. Ranks that share a layer bring
+    its gradient together.
     """
     found: dict[str, torch.Tensor] = {}
     names = parameter_names(model)
     for unit, held in held_back_gradients(model):
-        found.update({_name(unit, key, names): gradient for key, gradient in held.read().items()})
-    if any(isinstance(gradient, DTensor) for gradient in found.values()):
-        warn_once(
-            "A checkpoint is taken inside of an accumulation window of a model whose layers are split over ranks and "
-            "sharded (tp_size with dp_shard_size): the gradients of the open window are not in it. Save where "
-            "accelerator.sync_gradients is True."
-        )
-        return {}
+        found.update({_name(unit, key, names): whole(gradient) for key, gradient in held.read().items()})
     return found
 
 
 def write_open_gradients(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
     """Go on in a window with what this rank summed up in it; an empty mapping ends it."""
     names = parameter_names(model)
-    for parameter in model.parameters():
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    for parameter in parameters.values():
         parameter.grad = None
     for unit, held in held_back_gradients(model):
-        keyed = {key: gradients.get(_name(unit, key, names)) for key in held.parameters()}
-        held.write({key: gradient for key, gradient in keyed.items() if gradient is not None})
+        named = {key: gradients.get(_name(unit, key, names)) for key in held.parameters()}
+        held.write(
+            {
+                # Before the exchange a gradient is split over the ranks of its layer alone.
+                key: split_like(gradient, parameters.get(key), axes=("tp",))
+                for key, gradient in named.items()
+                if gradient is not None
+            }
+        )
 
 
 def _name(unit: str, key: Any, names: Mapping[int, str]) -> str:

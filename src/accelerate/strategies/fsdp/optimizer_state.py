@@ -14,10 +14,10 @@ from torch import nn
 from ..._base.errors import CheckpointError
 from ...checkpointing import sharded
 from ...collectives import communicator
-from ...parallel.unwrap import extract_model_from_parallel, plain_optimizer
+from ...parallel.unwrap import CHECKPOINT_WRAPPER, extract_model_from_parallel, plain_name, plain_optimizer
 from ...runtime.torch_private import flat_parameter_names
 from .filling import fill_from_first
-from .originals import CHECKPOINT_WRAPPER, ORIGINALS, Originals, plain_name
+from .originals import ORIGINALS, Originals
 
 
 def is_fsdp1(model: nn.Module) -> bool:

@@ -6,18 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...parallel.unwrap import extract_model_from_parallel
+from ...parallel.unwrap import extract_model_from_parallel, plain_name
 
 ORIGINALS = "_original_parameters"
 """Where a model that version 1 wrapped keeps what it had."""
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
-"""The name of a block inside of the wrapper that computes its activations again."""
-_WRAPPERS = ("_fsdp_wrapped_module", CHECKPOINT_WRAPPER, "_orig_mod")
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a parameter in the user's model, without the wrappers around its modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @dataclass(frozen=True)

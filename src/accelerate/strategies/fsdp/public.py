@@ -11,8 +11,8 @@ from torch import nn
 from ..._base.errors import AccelerateError
 from ...config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 from ...parallel.activation_checkpoint import checkpoint_blocks
+from ...parallel.unwrap import plain_name
 from .filling import fill_from_first
-from .originals import plain_name
 from .wrapping import block_names, prepare_policy
 
 
