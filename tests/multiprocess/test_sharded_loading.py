@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +154,50 @@ def test_every_tensor_arrives_whole() -> None:
         for _, here in (first[name], second[name]):
             torch.testing.assert_close(here["alone"], expected["alone.weight"], rtol=0, atol=0)
             torch.testing.assert_close(here["mean"], expected["norm.running_mean"], rtol=0, atol=0)
+
+
+def steps_from_meta(options: dict[str, Any], order: str) -> tuple[dict[str, Any], bool]:
+    """Train a step with an optimizer that was made before the weights were sent; return the weights."""
+    accelerator = accelerator_of(options, ignored_modules="alone")
+    model: Any = Odd()
+    if accelerator.is_main_process:
+        numbered(model)
+    else:
+        model.to("meta")
+        model.tied.weight = model.first.weight
+    model.alone.requires_grad_(True)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Modules that FSDP ignores have parameters to train")
+        if order == "optimizer first":
+            optimizer, model = accelerator.prepare(optimizer, model)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+    with torch.no_grad():  # gradients as the engine would leave them, in every parameter that is trained
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = {id(entry) for group in optimizer.param_groups for entry in group["params"]}
+    trains_all = all(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad)
+    inner = accelerator.unwrap_model(model)
+    return {"alone": inner.alone.weight.detach().clone(), **accelerator.get_state_dict(model)}, trains_all
+
+
+def every_step() -> dict[str, Any]:
+    orders = ("model first", "optimizer first")
+    return {f"{name}, {order}": steps_from_meta(VARIANTS[name], order) for name in VARIANTS for order in orders}
+
+
+def test_an_optimizer_made_before_trains_what_every_rank_received() -> None:
+    start = numbered(Odd()).state_dict()
+    first, second = run_group(every_step, 2, timeout=240)
+    for name in first:
+        (whole, trains_all), (other, other_trains_all) = first[name], second[name]
+        assert trains_all, name
+        assert other_trains_all, name
+        for weights in (whole, other):
+            torch.testing.assert_close(weights["alone"], start["alone.weight"] - 1, msg=name)
+        for key, value in start.items():
+            if key.startswith("alone.") or not value.is_floating_point() or "running" in key:
+                continue
+            torch.testing.assert_close(whole[key], value - 1, rtol=0, atol=0, msg=f"{name}: {key}")

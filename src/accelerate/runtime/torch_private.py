@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -44,13 +44,14 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
 
-def calls_step_hooks(optimizer: object) -> TypeGuard[torch.optim.Optimizer]:
-    """Return whether `register_step_pre_hook` of an optimizer has an effect.
+def register_first_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
+    """Call a function before an optimizer steps, and before the hooks that it has already.
 
-    torch 2.9 to 2.13 wrap `step` in their constructor, which some optimizers never call; there is no public way to ask.
+    torch 2.9 to 2.13 have no public way to be the first.
     """
-    step = getattr(type(optimizer), "step", None)
-    return hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(step, "hooked", False)
+    handle = optimizer.register_step_pre_hook(hook)
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

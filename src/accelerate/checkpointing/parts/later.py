@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from ..._base.errors import CheckpointError
 from ...parallel.unwrap import plain_optimizer
 from ...runtime import current
 from ...runtime.eager import eager_only
-from ...runtime.torch_private import calls_step_hooks
+from ...runtime.torch_private import register_first_step_hook
 from .host_copy import copy_structure, host_copy
 
 
 class Later:
     """A state that is copied by whoever asks first: the thread that saves, or the optimizer before its next step.
 
-    Forward and backward passes leave the state of an optimizer alone, so training need not stand still for it. Values
-    that are no tensors are copied at once.
+    Forward and backward passes leave the state of an optimizer alone, so training need not stand still for it. Its
+    groups of parameters, which schedulers change, and values that are no tensors are copied at once.
 
     Args:
         state: The state.
@@ -29,14 +29,18 @@ class Later:
         copy: Returns it in host memory that training does not change.
     """
 
-    def __init__(self, state: Any, name: str, copy: Callable[[Any], Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], name: str, copy: Callable[[Any], Any]) -> None:
         self._lock = threading.Lock()
         self._name = name
         self._copy = copy
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._written: list[tuple[torch.device, torch.Event]] = []
-        self._state = copy_structure(state, self._watch)
+        self._state = {
+            key: copy_structure(value, torch.Tensor.clone if key == "param_groups" else self._watch)
+            for key, value in state.items()
+        }
         self._follow_streams()
+        self._is_settled = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -53,13 +57,14 @@ class Later:
     def settle(self) -> None:
         """Copy the state, or wait for who is copying it; an error is raised by `get`."""
         with self._lock:
-            if self._state is None:
+            if self._is_settled:
                 return
             try:
                 self._result = self._copied()
             except BaseException as error:  # noqa: BLE001 - it is raised where the save is waited for
                 self._error = error
-            self._state = None
+            self._is_settled = True
+            self._state.clear()
             self._versions.clear()
 
     def _copied(self) -> Any:
@@ -108,11 +113,13 @@ def _gate_of(optimizer: torch.optim.Optimizer) -> _Gate:
     gates = current.remember("optimizer gates", weakref.WeakKeyDictionary)
     if optimizer not in gates:
         gates[optimizer] = _Gate()
-        optimizer.register_step_pre_hook(gates[optimizer].let_pass)
+        register_first_step_hook(optimizer, gates[optimizer].let_pass)  # others may change the state
     return gates[optimizer]
 
 
-def copied_before_step(optimizer: Any, state: Any, name: str, copy: Callable[[Any], Any] | None = None) -> Any:
+def copied_before_step(
+    optimizer: Any, state: Mapping[str, Any], name: str, copy: Callable[[Any], Any] | None = None
+) -> Any:
     """Return a copy of an optimizer's state, or the promise of one where the optimizer can be made to wait for it.
 
     Args:
@@ -121,7 +128,8 @@ def copied_before_step(optimizer: Any, state: Any, name: str, copy: Callable[[An
         copy: Returns the state in host memory; by default in memory that is lent.
     """
     inner = plain_optimizer(optimizer)
-    if not calls_step_hooks(inner):
+    # Of other optimizers it is not known that nothing but `step` changes their state.
+    if not type(inner).__module__.startswith("torch.optim."):
         return (copy or host_copy)(state)
     # One thread: training needs the others.
     later = Later(state, name, copy or (lambda value: host_copy(value, num_threads=1)))

@@ -37,7 +37,7 @@ class FSDP1Strategy(ShardedStrategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self._flat: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._replaced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         scaler = self.precision.scaler
         if isinstance(scaler, SharedGradScaler) and self.runtime.is_distributed:
             # A rank sees the overflow of its own shard only.
@@ -79,7 +79,7 @@ class FSDP1Strategy(ShardedStrategy):
         plugin = self.plugin
         names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
         originals = Originals.of(model)
-        before = list(model.parameters()) if not plugin.use_orig_params else []
+        before = list(model.parameters())
         options = self._options(model)
         filling = None
         if plugin.sync_module_states or plugin.cpu_ram_efficient_loading or self._is_hybrid:
@@ -91,10 +91,13 @@ class FSDP1Strategy(ShardedStrategy):
         wrapped = self._wrap_unit(model, "", filling, options)
         if filling is not None:
             filling.finish()
-        by_name = dict(_flat_parameters(wrapped)) if before else {}
+        # Those that had no memory are new ones, also where they are not joined.
+        by_name = {plain_name(name): parameter for name, parameter in wrapped.named_parameters()}
+        by_name.update(_flat_parameters(wrapped))
         for parameter in before:
-            if names[id(parameter)] in by_name:
-                self._flat[parameter] = by_name[names[id(parameter)]]
+            new = by_name.get(names[id(parameter)], parameter)
+            if new is not parameter:
+                self._replaced[parameter] = new
         wrapped.__dict__[ORIGINALS] = originals
         return wrapped
 
@@ -130,8 +133,8 @@ class FSDP1Strategy(ShardedStrategy):
     def replaced(
         self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
     ) -> dict[nn.Parameter, nn.Parameter | None]:
-        """Return the flat parameter that holds each old one; with `use_orig_params` the old ones are still there."""
-        return {old: self._flat[old] for old in before if old in self._flat}
+        """Return the flat parameter that holds each old one, or the one that has memory in place of one without."""
+        return {old: self._replaced[old] for old in before if old in self._replaced}
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which gradients are added up whole on each rank and not exchanged."""
@@ -189,6 +192,7 @@ class _Filling:
             shard = flat_shard(wrapped)
             if shard is not None:
                 shard.untyped_storage().resize_(shard.nbytes)
+                shard.zero_()  # torch pads shards to one length
             prefix = f"{unit}." if unit else ""
             pieces = {plain_name(f"{prefix}{name}"): piece for name, piece in flat_pieces(wrapped).items()}
             self.filler.send(waiting, pieces)

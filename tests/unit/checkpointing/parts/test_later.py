@@ -128,24 +128,46 @@ def test_a_promise_that_nobody_keeps_is_not_waited_for() -> None:
     assert not slow.begun.is_set()
 
 
-class Duck:
-    """An optimizer that knows nothing of torch's hooks."""
+class Own(torch.optim.SGD):
+    """An optimizer of the program, with another way to change its state."""
 
-    def __init__(self) -> None:
-        self.held = torch.ones(3)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"held": self.held}
-
-    def step(self) -> None:
-        self.held.zero_()
+    def finish(self) -> None:
+        for state in self.state.values():
+            state["momentum_buffer"].zero_()
 
 
-def test_an_optimizer_without_hooks_is_copied_at_once() -> None:
-    duck = Duck()
-    saved = OptimizerPart(duck).snapshot(copy=True)
-    duck.step()
-    assert saved["held"].tolist() == [1, 1, 1]
+def test_an_optimizer_of_the_program_is_copied_at_once() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    own = Own([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    own.step()
+    saved = OptimizerPart(own).snapshot(copy=True)
+    own.finish()
+    assert saved["state"][0]["momentum_buffer"].tolist() == [1, 1, 1]
+
+
+def test_a_hook_of_the_program_finds_the_state_copied() -> None:
+    def spoil(optimizer: Any, *_: Any) -> None:
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].data.zero_()
+
+    optimizer = trained()
+    optimizer.register_step_pre_hook(spoil)
+    expected = moments(optimizer.state_dict())
+    promise = OptimizerPart(optimizer).snapshot(copy=True)
+    step(optimizer)
+    assert moments(settled(promise)) == expected
+
+
+def test_a_schedule_may_change_the_rate_before_the_copy() -> None:
+    weight = torch.nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    weight.grad = torch.ones(5)
+    optimizer.step()
+    promise = OptimizerPart(optimizer).snapshot(copy=True)
+    schedule.step()
+    assert settled(promise)["param_groups"][0]["lr"].item() == 0.5
+    assert optimizer.param_groups[0]["lr"].item() != 0.5
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
