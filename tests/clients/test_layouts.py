@@ -118,7 +118,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("llama")
     llama().save_pretrained(folder)
     try:
-        return run_group(everything, 2, str(folder), timeout=240)[0]
+        return run_group(everything, 2, str(folder))[0]
     except ProcessGroupFailure as failure:
         pytest.fail(str(failure))
 

@@ -38,7 +38,7 @@ def launch(world_size: int, arguments: Sequence[str]) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=180,
+            timeout=600,
         )
     else:
         finished = run_script(SCRIPT, world_size, arguments)

@@ -88,7 +88,7 @@ def run_python_blocks(page: str, folder: Path) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
 
 
@@ -114,7 +114,7 @@ def test_shell_block_runs(block: Block) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
     assert run.returncode == 0, f"{block.text}\n{run.stdout}\n{run.stderr}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.processes import ROOT, script_environment
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 EXAMPLE = ROOT / "examples" / "gpt"
 CONFIGS = sorted(path.stem for path in (EXAMPLE / "configs").glob("*.yaml"))
@@ -26,7 +26,7 @@ def losses(*command: str | Path) -> list[float]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-6000:]
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", finished.stdout)]

@@ -16,9 +16,6 @@ SUMMARY = r"step (\d+), (\d+) samples, loss ([\d.]+), mean loss ([\d.]+), accura
 EPOCHS = 4
 STEPS = 30 * EPOCHS
 
-# Four programs, one after another.
-pytestmark = pytest.mark.timeout(600)
-
 
 def kill_after(step: int, log: Path, *arguments: str) -> None:
     """Start the example on one process and kill it once it has logged a step."""

@@ -104,7 +104,7 @@ def survive_a_full_disk(project: str, disk: str) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tmp_path: Path, world_size: int) -> None:
     with mounted(tmp_path / "disk", "size=1m") as disk:
-        said = run_group(survive_a_full_disk, world_size, str(disk / "project"), str(disk), timeout=240)
+        said = run_group(survive_a_full_disk, world_size, str(disk / "project"), str(disk))
         texts = {text for rank in said for text in rank}
         assert len(said[0]) == 2
         assert all("No space left on device" in text and "checkpoint_" in text for text in texts)
@@ -236,9 +236,9 @@ def load_on_two(project: str) -> tuple[str, int]:
 
 
 def test_a_missing_file_of_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
-    run_group(save_on_two, 2, str(tmp_path), timeout=240)
+    run_group(save_on_two, 2, str(tmp_path))
     (tmp_path / "checkpoints" / "checkpoint_1" / "random_states_1.pkl").unlink()
-    (first, step), (second, other) = run_group(load_on_two, 2, str(tmp_path), timeout=240)
+    (first, step), (second, other) = run_group(load_on_two, 2, str(tmp_path))
     assert first == second
     assert "random_states_1.pkl" in first
     assert step == other == 1

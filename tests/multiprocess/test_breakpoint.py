@@ -52,7 +52,7 @@ def debug(folder: Path, world_size: int, rank: int) -> subprocess.CompletedProce
         input=COMMANDS,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
 

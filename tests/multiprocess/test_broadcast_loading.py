@@ -42,7 +42,7 @@ def test_the_first_process_reads_for_all(tmp_path: Path) -> None:
     model = net().eval()
     names = list(model.state_dict())
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    results = run_group(load, 2, str(tmp_path), str(tmp_path / "offload"), timeout=240)
+    results = run_group(load, 2, str(tmp_path), str(tmp_path / "offload"))
     assert results[0] == results[1]
     plain, small, output = results[0]
     assert list(plain) == names

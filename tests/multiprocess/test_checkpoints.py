@@ -18,7 +18,6 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 
 pytestmark = pytest.mark.multiprocess
 ROWS = 48
-TIMEOUT = 240
 
 
 class Run:
@@ -128,7 +127,7 @@ def all_on_two(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_group(all_on_two, 2, str(tmp_path_factory.mktemp("two")), timeout=TIMEOUT)
+    return run_group(all_on_two, 2, str(tmp_path_factory.mktemp("two")))
 
 
 def test_a_resume_is_exact_on_every_rank(on_two: list[dict[str, Any]]) -> None:

@@ -85,7 +85,7 @@ def every_layout() -> dict[str, int]:
 
 def test_a_layout_holds_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file(TinyGPT(torch.float32).state_dict(), tmp_path / "model.safetensors")
-    ranks = run_group(every_layout, 4, timeout=240)
+    ranks = run_group(every_layout, 4)
     for name, (fsdp, tp) in LAYOUTS.items():
         words = [str(tmp_path), "--dtypes", "float32", "--json", "--fsdp", str(fsdp), "--tp", str(tp)]
         estimate_command(estimate_command_parser().parse_args(words))

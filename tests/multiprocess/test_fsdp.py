@@ -102,8 +102,8 @@ def cross_over(folder: str) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]], dict[str, float]]:
     folder = tmp_path_factory.mktemp("chain")
-    losses = [run_group(step_of_each, size, str(folder), step, timeout=240)[0] for step, size in enumerate(CHAIN)]
-    return folder, losses, run_group(cross_over, 2, str(folder), timeout=240)[0]
+    losses = [run_group(step_of_each, size, str(folder), step)[0] for step, size in enumerate(CHAIN)]
+    return folder, losses, run_group(cross_over, 2, str(folder))[0]
 
 
 @cache

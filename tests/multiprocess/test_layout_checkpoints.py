@@ -13,7 +13,7 @@ from tests.support.processes import run_group
 from tests.support.training import fresh_accelerator
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 REPLICAS = Plan(accumulation=1)
 CHAINS: list[tuple[int, list[Plan]]] = [

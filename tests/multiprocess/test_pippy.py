@@ -23,8 +23,6 @@ from accelerate.runtime import current
 
 pytestmark = pytest.mark.multiprocess
 
-TIMEOUT = 240
-
 
 def rank() -> int:
     return current.runtime().rank
@@ -241,12 +239,12 @@ PLAIN = [
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_plain_model(world_size: int) -> None:
-    run_group(run_all, world_size, PLAIN, timeout=TIMEOUT)
+    run_group(run_all, world_size, PLAIN)
 
 
 def test_models_of_transformers() -> None:
     pytest.importorskip("transformers")
-    run_group(run_all, 2, [transformers_models, tied_weights_stay_one], timeout=TIMEOUT)
+    run_group(run_all, 2, [transformers_models, tied_weights_stay_one])
 
 
 def test_one_process_runs_the_model_as_it_is() -> None:

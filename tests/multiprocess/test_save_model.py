@@ -55,7 +55,7 @@ def save_from_all(folder: Path) -> dict[str, Any]:
 
 
 def test_one_process_writes(tmp_path: Path) -> None:
-    first, second = run_group(save_from_all, 2, tmp_path, timeout=240)
+    first, second = run_group(save_from_all, 2, tmp_path)
     assert first["written"] == ["all", "main only", "each machine"]
     assert second["written"] == []
     for rank in (first, second):
@@ -76,4 +76,4 @@ def save_on_two_machines(folder: Path) -> list[str]:
 
 
 def test_one_copy_a_machine(tmp_path: Path) -> None:
-    assert run_group(save_on_two_machines, 2, tmp_path, timeout=240) == [["model.safetensors"]] * 2
+    assert run_group(save_on_two_machines, 2, tmp_path) == [["model.safetensors"]] * 2

@@ -116,7 +116,7 @@ def test_a_rank_without_weights_holds_its_shards_and_at_most_one_layer() -> None
         model = Tower(LAYERS)
     layer = sum(weight.nbytes for weight in model.layers[0].parameters())
     shard = sum(weight.nbytes for weight in model.parameters()) // 2
-    _, second = run_group(every_variant, 2, timeout=240)
+    _, second = run_group(every_variant, 2)
     for name, (peak, kept) in second.items():
         assert peak > 0.9 * shard
         assert peak < shard + layer + OTHER, f"{name}: {peak / MB} MB at the peak, {shard / MB} MB are its shards"
@@ -145,7 +145,7 @@ def every_weight() -> dict[str, Any]:
 
 def test_every_tensor_arrives_whole() -> None:
     expected = numbered(Odd()).state_dict()
-    first, second = run_group(every_weight, 2, timeout=240)
+    first, second = run_group(every_weight, 2)
     for name in VARIANTS:
         whole, _ = first[name]
         assert sorted(whole) == sorted(expected), name
@@ -190,7 +190,7 @@ def every_step() -> dict[str, Any]:
 
 def test_an_optimizer_made_before_trains_what_every_rank_received() -> None:
     start = numbered(Odd()).state_dict()
-    first, second = run_group(every_step, 2, timeout=240)
+    first, second = run_group(every_step, 2)
     for name in first:
         (whole, trains_all), (other, other_trains_all) = first[name], second[name]
         assert trains_all, name

@@ -66,12 +66,12 @@ def finish_every(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("windows"))
-    return folder, run_group(save_every, 2, folder, timeout=240)[0]
+    return folder, run_group(save_every, 2, folder)[0]
 
 
 @pytest.fixture(scope="module")
 def finished(saved: tuple[str, dict[str, Any]]) -> dict[str, Any]:
-    return run_group(finish_every, 2, saved[0], timeout=240)[0]
+    return run_group(finish_every, 2, saved[0])[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,6 +88,6 @@ def finish_alone(folder: str) -> dict[str, Any]:
 
 def test_the_window_goes_on_in_one_process(saved: tuple[str, dict[str, Any]]) -> None:
     folder, never_stopped = saved
-    (alone,) = run_group(finish_alone, 1, folder, timeout=240)
+    (alone,) = run_group(finish_alone, 1, folder)
     for name, weights in alone.items():
         near(weights, never_stopped[name], 1e-9)

@@ -19,7 +19,7 @@ from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.parallel.mesh import submesh
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchPipelineParallelConfig
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 GPIPE = {"pp_handler": TorchPipelineParallelConfig(schedule="gpipe", num_microbatches=4)}
 PLANS: dict[int, dict[str, Plan]] = {

@@ -33,9 +33,6 @@ from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, set_seed
 
-# The first test waits for eight groups of processes, in which hundreds of runs are saved and finished.
-pytestmark = pytest.mark.timeout(900)
-
 PAIRS = [(before, after) for before in COUNTS for after in COUNTS]
 
 
@@ -43,10 +40,7 @@ PAIRS = [(before, after) for before in COUNTS for after in COUNTS]
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, list[Any]]]:
     """Every case, saved on every number of processes: the folder, and what each rank saw."""
     root = tmp_path_factory.mktemp("saved")
-    return {
-        count: (str(root / str(count)), run_group(save_all, count, str(root / str(count)), timeout=400))
-        for count in COUNTS
-    }
+    return {count: (str(root / str(count)), run_group(save_all, count, str(root / str(count)))) for count in COUNTS}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def finished(saved: dict[int, tuple[str, list[Any]]]) -> dict[tuple[int, int], l
     """Every case, finished: what each rank saw, by the numbers of processes before and after."""
     found = {}
     for after in COUNTS:
-        ranks = run_group(finish_all, after, tuple(folder for folder, _ in saved.values()), timeout=400)
+        ranks = run_group(finish_all, after, tuple(folder for folder, _ in saved.values()))
         for index, before in enumerate(COUNTS):
             found[before, after] = [rank[index] for rank in ranks]
     return found

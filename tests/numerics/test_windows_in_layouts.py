@@ -110,9 +110,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = str(Path(tmp_path_factory.mktemp("layouts")))
     found: dict[str, Any] = {}
     for world_size in PLANS:
-        found |= run_group(save_all, world_size, folder, world_size, timeout=300)[0]
+        found |= run_group(save_all, world_size, folder, world_size)[0]
     for world_size in LATER:
-        found |= run_group(go_on, world_size, folder, world_size, timeout=300)[0]
+        found |= run_group(go_on, world_size, folder, world_size)[0]
     return found
 
 

@@ -46,7 +46,7 @@ def run_group(
     world_size: int,
     *args: Any,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = 600,
     start_method: str = "fork",
 ) -> list[T]:
     """Run `function(*args)` in `world_size` new processes and return the results in rank order.
@@ -73,7 +73,7 @@ def run_script(
     world_size: int,
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 180,
+    timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script (a path, or its source text) by torchrun and return what it printed."""
     with tempfile.TemporaryDirectory() as folder:

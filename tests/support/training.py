@@ -219,7 +219,7 @@ def assert_same_outcome(found: Outcome, expected: Outcome, tolerance: float = 1e
 @cache
 def _group_once(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any] | ProcessGroupFailure:
     try:
-        return run_group(function, world_size, *args, timeout=240)
+        return run_group(function, world_size, *args)
     except ProcessGroupFailure as failure:
         return failure
 

@@ -40,10 +40,11 @@ def convert_file_size_to_int(size: float | str) -> int:
     return count // 8 if unit.endswith("b") else count
 
 
-def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+def dtype_byte_size(dtype: Dtype) -> float:
     """Return the bytes that one element takes when packed, so a boolean is an eighth of a byte."""
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_BYTES[dtype]
+    dtype = resolve_dtype(dtype)
     return 1 / 8 if dtype == torch.bool else dtype.itemsize
 
 

@@ -211,7 +211,7 @@ def test_options_that_do_not_go_together(
 @pytest.mark.parametrize(("answer", "left"), [("y", (3,)), ("n", (0, 1, 2, 3)), ("", (0, 1, 2, 3))])
 def test_prune_asks(project: Path, answer: str, left: tuple[int, ...]) -> None:
     words = ["-m", "accelerate.commands.accelerate_cli", "checkpoints", str(project), "--prune", "--keep", "1"]
-    child = pexpect.spawn(sys.executable, words, env=launch_environment(), timeout=240, encoding="utf-8")  # type: ignore[arg-type]
+    child = pexpect.spawn(sys.executable, words, env=launch_environment(), timeout=600, encoding="utf-8")  # type: ignore[arg-type]
     child.expect(r"Remove 3 checkpoints \(")
     child.sendline(answer)
     child.expect(pexpect.EOF)
@@ -226,6 +226,6 @@ def test_torch_is_not_loaded(project: Path, tmp_path: Path) -> None:
     (project / "checkpoints" / "checkpoint_0" / "manifest.json").unlink()  # its files are opened then
     for words in ((), ("--verify",), ("--json", "--prune", "--keep", "1", "--yes")):
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "checkpoints", str(project), *words]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=600)
         assert done.returncode == 0, done.stderr
     assert kept(project) == numbered(3)

@@ -61,7 +61,7 @@ MIB = 2**20
 
 def peak(folder: Path, memory: int | None, stored: str = "float32", used: str = "float32", place: str = "disk") -> dict:
     command = [sys.executable, "-c", PROGRAM, str(folder), str(memory), stored, used, place]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert finished.returncode == 0, finished.stderr
     return json.loads(finished.stdout.splitlines()[-1])
 

@@ -53,7 +53,7 @@ def record(tmp_path: Path) -> Callable[..., Any]:
             env=script_environment({"HOME": str(tmp_path), **env}),
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, done.stderr
