@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 from accelerate.config import env
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ else:
         ),
     }
     __getattr__, __dir__ = attach(__name__, _TABLE)
+    __all__ = list(starred(_TABLE))
 
 __version__ = "2.0.0"
 

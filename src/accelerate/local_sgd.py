@@ -24,11 +24,6 @@ class ReplicaTrainer(Protocol):
         """Return whether there are several processes."""
         ...
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Return whether the batch at hand completes a window."""
-        ...
-
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context without exchange of gradients."""
         ...
@@ -40,7 +35,8 @@ class LocalSGD:
     Args:
         accelerator: The accelerator that prepared the model.
         model: The prepared model.
-        local_sgd_steps: Steps between two averages.
+        local_sgd_steps: Calls of `step` between two averages. With gradient accumulation, a call for every batch counts
+            batches: 8 averages after 4 updates where 2 batches make one.
         enabled: False leaves training as it is; so does a single process.
 
     Raises:
@@ -92,11 +88,9 @@ class LocalSGD:
             self._alone.__exit__(type, value, tb)
 
     def step(self) -> None:
-        """Count a step, and average the weights when enough were made; batches inside a window do not count."""
-        if not self.enabled or not self.accelerator.sync_gradients:
-            return
+        """Count a call, and average the weights at every multiple of `local_sgd_steps`."""
         self.num_steps += 1
-        if self.num_steps % self.local_sgd_steps == 0:
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()
 
     @torch.no_grad()

@@ -51,7 +51,7 @@ class ParallelismConfig:
         pp_handler: Options of pipeline parallelism.
 
     Raises:
-        ConfigurationError: If a size or backend cannot be, or two axes exclude each other.
+        ConfigurationError: If a size, backend or handler cannot be, or two axes exclude each other.
     """
 
     dp_replicate_size: int | None = None
@@ -73,13 +73,16 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for axis in _AXES:
             name = f"{axis}_size"
-            if getattr(self, name) is None:
-                setattr(self, name, env.integer(f"{_PREFIX}{name.upper()}", 1))
-            size = getattr(self, name)
+            size, origin = getattr(self, name), ""
+            if size is None:
+                variable = f"{_PREFIX}{name.upper()}"
+                size, origin = _number(env.get(variable) or "1"), f", which the variable {variable} says,"
             if not isinstance(size, int) or size < 1:
                 raise ConfigurationError(
-                    f"ParallelismConfig({name}={size!r}) is not a number of ranks. Write a whole number from 1 on."
+                    f"ParallelismConfig({name}={size!r}){origin} is not a number of ranks. "
+                    "Write a whole number from 1 on."
                 )
+            setattr(self, name, size)
         for name, known in _BACKENDS.items():
             value = getattr(self, name) or env.get(f"{_PREFIX}{name.upper()}", known[0])
             if value not in known:
@@ -97,8 +100,14 @@ class ParallelismConfig:
         """Give every axis in use its options; sizes may be set after the object was made."""
         for axis, kind in _HANDLERS.items():
             name = f"{axis}_handler"
-            if self._size(axis) > 1 and getattr(self, name) is None:
+            handler = getattr(self, name)
+            if handler is None and self._size(axis) > 1:
                 setattr(self, name, kind())
+            elif handler is not None and not isinstance(handler, kind):
+                raise ConfigurationError(
+                    f"ParallelismConfig({name}={handler!r}) is of the type {type(handler).__name__}, which has not the "
+                    f"options of this axis. Write {name}={kind.__name__}(...), or leave it out."
+                )
 
     @classmethod
     def from_environment(cls) -> ParallelismConfig | None:
@@ -272,6 +281,14 @@ class ParallelismConfig:
         """Return the settings as plain values."""
         plain = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value if isinstance(value, int | str | None) else vars(value) for name, value in plain.items()}
+
+
+def _number(text: str) -> int | str:
+    """Return the number that a text says, or the text itself, for a message, if it says none."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _world() -> Any:

@@ -214,21 +214,21 @@ def local_sgd() -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     seen = []
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as averaging:
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=4) as averaging:
         for _ in range(6):
             with accelerator.accumulate(model):
                 accelerator.backward(model(own_batch(accelerator)).sum())
                 optimizer.step()
                 optimizer.zero_grad()
                 averaging.step()
-                if accelerator.sync_gradients:
-                    seen.append(ranks(accelerator, model.module.weight.item()))
+            seen.append(ranks(accelerator, model.module.weight.item()))
     after = ranks(accelerator, model.module.weight.item())
     accelerator.gradient_accumulation_steps = 1
     accelerator.backward(model(own_batch(accelerator)).sum())
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=False) as idle:
         idle.step()
-    return {"seen": seen, "after": after, "exchange": ranks(accelerator, gradient(model))}
+    counted = (averaging.num_steps, idle.num_steps)
+    return {"seen": seen, "after": after, "exchange": ranks(accelerator, gradient(model)), "counted": counted}
 
 
 def communication_hooks() -> dict[str, Any]:
@@ -429,10 +429,13 @@ def test_local_sgd_averages_weights_now_and_then(world_size: int) -> None:
     mean = mean_of_ranks(world_size)
     own = [rank + 1.0 for rank in range(world_size)]
     for found in results(world_size, "local_sgd"):
-        alone, averaged, apart = found["seen"]
-        assert alone == [-value for value in own]
-        assert averaged == pytest.approx([-2 * mean] * world_size)
+        # Every second batch updates, and every fourth call averages.
+        start, alone, still_alone, averaged, same, apart = found["seen"]
+        assert start == [0.0] * world_size
+        assert alone == still_alone == [-value for value in own]
+        assert averaged == same == pytest.approx([-2 * mean] * world_size)
         assert apart == pytest.approx([-2 * mean - value for value in own])
+        assert found["counted"] == (6, 1)
         assert found["after"] == pytest.approx([-3 * mean] * world_size)
         assert found["exchange"] == pytest.approx([mean] * world_size)
 

@@ -38,6 +38,15 @@ def test_a_program_of_a_user_passes() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
+def test_a_star_import_shows_the_names(tmp_path: Path) -> None:
+    path = tmp_path / "starred.py"
+    path.write_text(
+        "from accelerate import *\nfrom accelerate.utils import *\n\nset_seed(0)\ncount: int = Accelerator().num_processes\n"
+    )
+    done = check(path)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
 @pytest.mark.parametrize(
     ("statement", "code"),
     [

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessRaisedException
 
-from accelerate import Accelerator, debug_launcher
-from accelerate._base.errors import ConfigurationError
+from accelerate import Accelerator, debug_launcher, notebook_launcher
+from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
 from accelerate.state import PartialState
 
@@ -78,6 +78,25 @@ def test_a_group_that_is_there_already(tmp_path: Path) -> None:
 def test_no_processes(size: int) -> None:
     with pytest.raises(ConfigurationError, match=f"num_processes={size}"):
         debug_launcher(print, num_processes=size)
+
+
+@pytest.mark.parametrize("args", [5, None, "abc", b"abc", {"rate": 0.1}, {1, 2}])
+@pytest.mark.parametrize("size", [1, 2])
+def test_arguments_that_are_no_sequence_are_refused_before_the_start(args: object, size: int, tmp_path: Path) -> None:
+    def never(*args: object) -> None:
+        (tmp_path / str(os.getpid())).touch()
+
+    for launch in (debug_launcher, notebook_launcher):
+        with pytest.raises(WrongTypeError, match=r"args=.* is of the type \w+, .*Write args=\(value,\) for one value"):
+            launch(never, args, num_processes=size)  # type: ignore[arg-type, operator]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("args", [(1, 2), [1, 2], iter([1, 2]), {"a": 1, "b": 2}.values()])
+def test_arguments_in_any_order_keeping_form_are_taken(args: object) -> None:
+    found: list[object] = []
+    notebook_launcher(lambda *given: found.extend(given), args, num_processes=1)  # type: ignore[arg-type]
+    assert found == [1, 2]
 
 
 def test_the_environment_of_the_parent_stays(tmp_path: Path) -> None:

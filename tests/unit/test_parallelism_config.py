@@ -87,11 +87,42 @@ def test_an_axis_in_use_has_options(axis: str, kind: type) -> None:
         ({"cp_backend": "ring"}, r"cp_backend='ring'\) names no engine. Write one of torch"),
         ({"sp_backend": "torch"}, r"sp_backend='torch'\) names no engine. Write one of deepspeed"),
         ({"cp_size": 2, "sp_size": 2}, r"cp_size=2 and sp_size=2 both split the sequence"),
+        (
+            {"cp_handler": DeepSpeedSequenceParallelConfig(sp_seq_length=8)},
+            r"(?s)cp_handler=DeepSpeedSequenceParallelConfig\(.*Write cp_handler=TorchContextParallelConfig\(",
+        ),
+        ({"tp_size": 2, "tp_handler": {}}, r"tp_handler=\{\}\) is of the type dict.*=TorchTensorParallelConfig\("),
+        ({"sp_handler": TorchContextParallelConfig()}, r"Write sp_handler=DeepSpeedSequenceParallelConfig\("),
+        ({"pp_handler": TorchTensorParallelConfig}, r"is of the type type.*=TorchPipelineParallelConfig\("),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ParallelismConfig(**options)
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "sp", "tp", "pp"])
+@pytest.mark.parametrize(("text", "shown"), [("-1", "-1"), ("0", "0"), ("two", "'two'"), ("2.0", "'2.0'")])
+def test_a_size_in_the_environment_is_judged_like_an_argument(
+    axis: str, text: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"PARALLELISM_CONFIG_{axis.upper()}_SIZE"
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigurationError) as caught:
+        ParallelismConfig()
+    assert str(caught.value) == (
+        f"ParallelismConfig({axis}_size={shown}), which the variable {variable} says, is not a number of ranks. "
+        "Write a whole number from 1 on."
+    )
+    monkeypatch.setenv(variable, "")
+    assert ParallelismConfig().sizes[axis] == 1
+
+
+def test_a_handler_that_was_set_later_is_judged_too() -> None:
+    config = ParallelismConfig()
+    config.tp_handler = TorchContextParallelConfig()
+    with pytest.raises(ConfigurationError, match="tp_handler=TorchContextParallelConfig"):
+        config.fit(2)
 
 
 @pytest.mark.parametrize(("schedule", "parts"), [("2f2b", None), ("gpipe", 0)])

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+# What a lazy module imports for its own making.
+_MACHINERY = frozenset({"TYPE_CHECKING", "annotations", "attach", "by_home", "starred"})
 
 
 def by_home(homes: Mapping[str, str]) -> dict[str, str]:
     """Turn `{"accelerate.home": "first second"}` into the table that `attach` takes."""
     return {name: home for home, names in homes.items() for name in names.split()}
+
+
+def starred(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the `__all__` of a lazy module: a star import reads only what stands in the namespace, or is listed there.
+
+    Args:
+        names: All names that the module shows, with whatever else stands in its namespace; private names and those that
+            this file gives are left out.
+    """
+    return tuple(sorted({name for name in names if not name.startswith("_")} - _MACHINERY))
 
 
 def attach(module_name: str, table: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:

@@ -81,6 +81,9 @@ class ParallelismMixin:
             buffer_seq_dims: That dimension, for each buffer.
             no_restore_buffers: Buffers that may stay cut afterwards, which saves a copy.
 
+        Raises:
+            ConfigurationError: On entering, if the buffers and dimensions do not go together.
+
         Example:
             ```python
             buffers = [batch["tokens"], batch["targets"], batch["positions"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from .._base.errors import ConfigurationError
 from .._base.warn_once import warn_once
 from ..config.cli import spellings
+from ..config.files.objects import place_to_write, write_text
 from ..config.files.reading import load_text
 
 __all__ = [
@@ -53,9 +55,10 @@ _FREES_WEIGHTS: dict[str, bool] = {
     "HYBRID_SHARD_ZERO2": False,
     "NO_SHARD": False,
 }
-ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
+ARGUMENT_VALUE_MAPPING: dict[str, Mapping[str, bool | str]] = {
     "fsdp_sharding_strategy": _FREES_WEIGHTS,
     "fsdp_reshard_after_forward": _FREES_WEIGHTS,
+    "fsdp_state_dict_type": {"LOCAL_STATE_DICT": "SHARDED_STATE_DICT"},
 }
 """Option -> value of version 1 -> value of version 2."""
 
@@ -65,13 +68,15 @@ _REASONS = {
     "fsdp_sync_module_states": "version 2 takes weights from the first rank with fsdp_cpu_ram_efficient_loading",
     "fsdp_use_orig_params": "version 2 always keeps the parameters as they were",
 }
-_STRATEGY_NOTES = {
+_VALUE_NOTES = {
+    "LOCAL_STATE_DICT": "version 2 has no files of bare local weights: each process writes its part as a shard, which "
+    "loads on any number of processes",
     "NO_SHARD": "version 2 has no form without shards: weights are sharded now, which saves memory and costs "
     "communication. Use distributed_type MULTI_GPU for copies alone",
     "HYBRID_SHARD": "shards inside a machine and copies between machines are asked for in parallelism_config now: set "
     "parallelism_config_dp_shard_size and parallelism_config_dp_replicate_size",
 }
-_STRATEGY_NOTES["HYBRID_SHARD_ZERO2"] = _STRATEGY_NOTES["HYBRID_SHARD"]
+_VALUE_NOTES["HYBRID_SHARD_ZERO2"] = _VALUE_NOTES["HYBRID_SHARD"]
 
 
 def load_config(config_file: str | Path) -> dict[str, Any]:
@@ -115,8 +120,9 @@ def _convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         new_value = _value(key, value)
         if (kept, new_value) != (key, value):
-            notes.append(f"{key}: {value} becomes {kept}: {str(new_value).lower()}.")
-        note = _STRATEGY_NOTES.get(str(value).upper())
+            shown = str(new_value).lower() if isinstance(new_value, bool) else new_value
+            notes.append(f"{key}: {value} becomes {kept}: {shown}.")
+        note = _VALUE_NOTES.get(str(value).upper())
         if note is not None and key in ARGUMENT_VALUE_MAPPING:
             notes.append(f"Note on {value}: {note}.")
         new[kept] = new_value
@@ -131,7 +137,7 @@ def _value(key: str, value: Any) -> Any:
         return value
     # Strategies are also written by their numbers, from 1 on.
     text = str(value).upper()
-    by_number = {str(number): name for number, name in enumerate(names, start=1)}
+    by_number = {str(number): name for number, name in enumerate(_FREES_WEIGHTS, start=1)}
     return names.get(by_number.get(text, text), value)
 
 
@@ -160,7 +166,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert a file and print a line for every change.
 
     Raises:
-        ConfigurationError: (a ValueError) if the target exists, or none was given.
+        ConfigurationError: (a ValueError) if the target exists, cannot be written, or none was given.
     """
     source = Path(args.config_file)
     if args.output_file is None and not args.overwrite:
@@ -168,7 +174,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
             f"--config_file {str(source)!r} was given and no --output_file, so the file itself would be replaced. "
             "Give --output_file, or --overwrite."
         )
-    target = Path(args.output_file) if args.output_file is not None else source
+    target = place_to_write(source if args.output_file is None else args.output_file)
     if target.exists() and not args.overwrite:
         raise ConfigurationError(
             f"--output_file {str(target)!r} exists already and would be lost. Give another name, or --overwrite."
@@ -176,5 +182,5 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     converted, notes = _convert(load_config(source))
     import yaml
 
-    target.write_text(yaml.safe_dump(converted, sort_keys=True), encoding="utf-8")
+    write_text(target, yaml.safe_dump(converted, sort_keys=True))
     sys.stdout.write("".join(f"- {note}\n" for note in notes) + f"Written to {target}.\n")

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from .._base.errors import ConfigurationError
-from .worker import Worker
+from .worker import Worker, checked_arguments
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
@@ -19,11 +19,12 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
     Args:
         function: The function; each process runs it.
-        args: Its arguments.
+        args: Its arguments, in a tuple: `(value,)` for one.
         num_processes: How many processes to start.
 
     Raises:
         ConfigurationError: If the number of processes is not positive, or a process group exists here already.
+        WrongTypeError: If `args` are not several values in an order.
         torch.multiprocessing.ProcessRaisedException: If the function fails in a process, with its traceback.
 
     Example:
@@ -39,6 +40,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
         debug_launcher(training_function, num_processes=2)
         ```
     """
+    args = checked_arguments(args)
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes!r} starts nothing. Write 1 or more.")
     if torch.distributed.is_initialized():

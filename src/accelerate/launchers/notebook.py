@@ -17,7 +17,7 @@ from ..launch.plan import ElasticOptions
 from ..state import PartialState
 from . import beforehand
 from .elastic import run_function
-from .worker import ReturningWorker
+from .worker import ReturningWorker, checked_arguments
 
 
 def test_launch() -> None:
@@ -53,7 +53,7 @@ def notebook_launcher(
 
     Args:
         function: The function; each process runs it. It makes its own `Accelerator`.
-        args: Its arguments.
+        args: Its arguments, in a tuple: `(value,)` for one.
         num_processes: How many processes to start on this machine.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for an `Accelerator` that is not told.
         use_port: The port at which the processes meet. On one machine a free one takes the place of a busy one; `"0"`
@@ -75,6 +75,7 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: If arguments cannot work, or an `Accelerator` or process group exists already.
+        WrongTypeError: If `args` are not several values in an order.
         UsageError: If the notebook has set up the accelerator, so that forked processes could not use it.
         ProcessFailedError: If the function fails in a process, with its traceback.
 
@@ -91,6 +92,7 @@ def notebook_launcher(
         assert notebook_launcher(training_function, (0.1,), num_processes=2) == [2, 2]
         ```
     """
+    args = checked_arguments(args)
     machine = detect(env.items())
     precision = _checked_precision(mixed_precision)
     if _is_hosted() and machine.device_type == "xla":

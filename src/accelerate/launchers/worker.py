@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from pickle import PicklingError
@@ -12,9 +13,25 @@ from typing import Any
 
 import torch
 
+from .._base.errors import WrongTypeError
 from ..config import env
 from ..config.env import patch_environment
 from ..runtime import current
+
+
+def checked_arguments(args: object) -> tuple[Any, ...]:
+    """Return the arguments that a launcher was given for its function.
+
+    Raises:
+        WrongTypeError: They are not several values in an order.
+    """
+    # Text is a sequence of letters, which nobody means.
+    if not isinstance(args, Iterable) or isinstance(args, (str, bytes, Mapping, AbstractSet)):
+        raise WrongTypeError(
+            f"args={args!r} is of the type {type(args).__name__}, but the function is called with the values of a "
+            "sequence. Write args=(value,) for one value."
+        )
+    return tuple(args)
 
 
 class Worker:

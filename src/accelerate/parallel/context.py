@@ -38,7 +38,7 @@ def split_sequences(
         exchange: How torch's own attention passes keys and values around on accelerators: "allgather", "alltoall".
 
     Raises:
-        ConfigurationError: If a sequence cannot be cut into equal parts.
+        ConfigurationError: If a buffer has no such dimension, or a sequence cannot be cut into equal parts.
     """
     kept = {id(buffer) for buffer in no_restore}
     _check(buffers, dims, kept, mesh.size())
@@ -74,6 +74,11 @@ def _check(buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[int],
             "only tensors that are in `buffers` too."
         )
     for place, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise ConfigurationError(
+                f"Buffer {place} of shape {tuple(buffer.shape)!r} has {buffer.ndim} dimensions, but buffer_seq_dims says "
+                f"that the sequence is along dimension {dim!r}. Write one that it has."
+            )
         length = buffer.shape[dim]
         if length % size:
             raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 
 # Not lazy: the sub-module and the function share their name, and importing the one would hide the other.
 from accelerate.utils.tqdm import tqdm as tqdm
@@ -147,3 +147,4 @@ else:
         ),
     }
     __getattr__, __dir__ = attach(__name__, _TABLE)
+    __all__ = list(starred([*_TABLE, "tqdm"]))

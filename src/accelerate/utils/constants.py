@@ -50,18 +50,13 @@ from accelerate._base.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_N
 from accelerate._base.constants import (
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 
 if TYPE_CHECKING:
     from accelerate._base.constants import (
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     )
 else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        by_home(
-            {
-                "accelerate._base.constants": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
-            }
-        ),
-    )
+    _TABLE = by_home({"accelerate._base.constants": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"})
+    __getattr__, __dir__ = attach(__name__, _TABLE)
+    __all__ = list(starred([*globals(), *_TABLE]))

@@ -17,7 +17,7 @@ from accelerate._base.enums import PrecisionType as PrecisionType
 from accelerate._base.enums import ProfilerActivity as ProfilerActivity
 from accelerate._base.enums import RNGType as RNGType
 from accelerate._base.enums import SageMakerDistributedType as SageMakerDistributedType
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 from accelerate.config.sections.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accelerate.config.sections.fp8 import AmaxComputeAlgorithm as AmaxComputeAlgorithm
 from accelerate.config.sections.fp8 import AORecipeKwargs as AORecipeKwargs
@@ -63,11 +63,6 @@ from accelerate.config.settings import KwargsHandler as KwargsHandler
 if TYPE_CHECKING:
     from accelerate.collectives.nested import TensorInformation as TensorInformation
 else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        by_home(
-            {
-                "accelerate.collectives.nested": "TensorInformation",
-            }
-        ),
-    )
+    _TABLE = by_home({"accelerate.collectives.nested": "TensorInformation"})
+    __getattr__, __dir__ = attach(__name__, _TABLE)
+    __all__ = list(starred([*globals(), *_TABLE]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 
 if TYPE_CHECKING:
     from accelerate._base.ports import get_free_port as get_free_port
@@ -33,22 +33,21 @@ if TYPE_CHECKING:
 
     wait_for_everyone = process_control.barrier
 else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        {
-            **by_home(
-                {
-                    "accelerate._base.ports": "get_free_port is_port_in_use",
-                    "accelerate._base.text": "check_os_kernel convert_bytes get_pretty_name merge_dicts recursive_getattr",
-                    "accelerate.checkpointing.files": "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save",
-                    "accelerate.parallel.compile": (
-                        "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions "
-                        "has_repeated_blocks is_compiled_module is_repeated_blocks"
-                    ),
-                    "accelerate.parallel.describe": "get_model_tp_size get_module_children_bottom_up model_has_dtensor",
-                    "accelerate.parallel.unwrap": "extract_model_from_parallel",
-                }
-            ),
-            "wait_for_everyone": "accelerate.runtime.process_control:barrier",
-        },
-    )
+    _TABLE = {
+        **by_home(
+            {
+                "accelerate._base.ports": "get_free_port is_port_in_use",
+                "accelerate._base.text": "check_os_kernel convert_bytes get_pretty_name merge_dicts recursive_getattr",
+                "accelerate.checkpointing.files": "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save",
+                "accelerate.parallel.compile": (
+                    "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions "
+                    "has_repeated_blocks is_compiled_module is_repeated_blocks"
+                ),
+                "accelerate.parallel.describe": "get_model_tp_size get_module_children_bottom_up model_has_dtensor",
+                "accelerate.parallel.unwrap": "extract_model_from_parallel",
+            }
+        ),
+        "wait_for_everyone": "accelerate.runtime.process_control:barrier",
+    }
+    __getattr__, __dir__ = attach(__name__, _TABLE)
+    __all__ = list(starred(_TABLE))

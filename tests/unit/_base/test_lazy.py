@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 
 NAME = "lazy_module_of_a_test"
 
@@ -19,6 +19,7 @@ def module() -> Iterator[ModuleType]:
     made.__getattr__, made.__dir__ = attach(  # type: ignore[method-assign, assignment]
         NAME, {**by_home({"json": "dumps loads"}), "path_join": "os.path:join"}
     )
+    made.__all__ = starred(["dumps", "loads", "path_join", "_private", "attach"])  # type: ignore[attr-defined]
     sys.modules[NAME] = made
     yield made
     del sys.modules[NAME]
@@ -50,3 +51,13 @@ def test_an_unknown_name_is_an_attribute_error(module: ModuleType) -> None:
 
 def test_dir_lists_what_was_not_yet_read(module: ModuleType) -> None:
     assert {"dumps", "loads", "path_join"} <= set(module.__dir__())
+
+
+def test_a_star_import_reads_every_public_name(module: ModuleType) -> None:
+    import json
+    import os.path
+
+    namespace: dict[str, object] = {}
+    exec(f"from {NAME} import *", namespace)
+    del namespace["__builtins__"]
+    assert namespace == {"dumps": json.dumps, "loads": json.loads, "path_join": os.path.join}

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.commands import accelerate_cli
 from accelerate.commands import config as command
 from accelerate.commands.config import default_config_file, get_config_parser, load_config_from_file
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import patch_environment
 
 
 def run(*words: str) -> None:
@@ -29,6 +33,30 @@ def test_default_writes_a_file_for_this_machine(tmp_path: Path, flag: str, capsy
     assert isinstance(load_config_from_file(path), ClusterConfig)
     run("default", flag, str(path))
     assert "left as it is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["/proc/none/config.yaml", f"{'a' * 300}.yaml", "~nobody_of_that_name/config.yaml"])
+def test_a_place_that_cannot_be_written_is_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert accelerate_cli.run(["config", "default", "--config_file", path]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"accelerate config: error: The configuration file {path!r} cannot be written: ")
+    assert said.count("\n") == 1
+
+
+def test_a_default_place_that_cannot_be_written_is_one_line() -> None:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "default"]
+    with patch_environment(hf_home="/proc/none"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "'/proc/none/accelerate/default_config.yaml' cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("config", "default"), ("config",)])
+def test_a_folder_is_no_file(tmp_path: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert accelerate_cli.run([*words, "--config_file", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert f"{str(tmp_path)!r} is a folder" in said.err
+    assert said.out == ""
 
 
 def test_update_brings_old_keys_to_those_of_today(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from accelerate.commands.to_fsdp2 import (
 )
 from accelerate.config.files.reading import read_config_file
 from accelerate.config.sections.fsdp import FsdpOptions
+from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 
 VERSION_1: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -91,6 +92,40 @@ def test_strategies_become_yes_or_no(strategy: object, frees: bool, recwarn: pyt
     said = " ".join(str(entry.message) for entry in recwarn)
     assert ("parallelism_config_dp_shard_size" in said) == ("HYBRID" in str(strategy))
     assert ("MULTI_GPU" in said) == (strategy == "NO_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+        ("local_state_dict", "SHARDED_STATE_DICT"),
+        ("FULL_STATE_DICT", "FULL_STATE_DICT"),
+        ("SHARDED_STATE_DICT", "SHARDED_STATE_DICT"),
+    ],
+)
+def test_a_form_of_weights_that_version_2_lacks_is_replaced(
+    tmp_path: Path, given: str, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new" / "file.yaml"
+    old.write_text(yaml.safe_dump({**VERSION_1, "fsdp_config": {"fsdp_state_dict_type": given}}))
+    assert accelerate_cli.run(["to-fsdp2", "--config_file", str(old), "--output_file", str(new)]) == 0
+    written = yaml.safe_load(new.read_text())["fsdp_config"]
+    assert written == {"fsdp_state_dict_type": kept, "fsdp_version": 2}
+    FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=written["fsdp_state_dict_type"])
+    said = capsys.readouterr().out
+    change = f"- fsdp_state_dict_type: {given} becomes fsdp_state_dict_type: SHARDED_STATE_DICT.\n- Note on {given}: "
+    assert (change in said) == ("LOCAL" in given.upper())
+
+
+@pytest.mark.parametrize("target", ["/proc/none/new.yaml", "."])
+def test_a_place_that_cannot_be_written_is_one_line(
+    old_file: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config_file", str(old_file), "--output_file", target, "--overwrite"]
+    assert accelerate_cli.run(["to-fsdp2", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert repr(target) in said
 
 
 def test_what_is_converted_already_stays() -> None:

@@ -19,7 +19,7 @@ from accelerate.config.files import (
     load_config_from_file,
     read_config_file,
 )
-from accelerate.config.files.reading import SAGEMAKER_KEYS, known_keys, section_keys
+from accelerate.config.files.reading import SAGEMAKER_KEYS, known_keys, load_text, section_keys
 from accelerate.config.sections.launch import SECTIONS, options
 
 BASE: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
@@ -73,6 +73,41 @@ def test_objects_have_an_attribute_for_each_key() -> None:
     sagemaker = {field.name for field in dataclasses.fields(SageMakerConfig)}
     assert sagemaker == set(known_keys(on_sagemaker=True))
     assert set(SAGEMAKER_KEYS) <= sagemaker
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "distributed_type: NO\nnum_processes: 2\ndebug: true\nnum_processes: 4\n",
+            "'num_processes' twice, on lines 2 and 4",
+        ),
+        ('distributed_type: NO\n"debug": true\ndebug: true\n', "'debug' twice, on lines 2 and 3"),
+        (
+            "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n",
+            "'fsdp_version' twice, on lines 3 and 4",
+        ),
+        ("{distributed_type: NO, debug: true,\n debug: false}\n", "'debug' twice, on lines 1 and 2"),
+        ("- [{a: 1, a: 2}]\n", "'a' twice, on lines 1 and 1"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named_with_its_lines(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigurationError) as caught:
+        read_config_file(path)
+    assert str(caught.value).startswith(f"The configuration file {path!r} has the key {said}")
+
+
+def test_a_key_that_is_there_twice_in_json_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"distributed_type": "NO", "num_processes": 2, "num_processes": 4}', "config.json")
+    with pytest.raises(ConfigurationError, match="has the key 'num_processes' twice, and"):
+        read_config_file(path)
+
+
+def test_the_same_key_in_two_dictionaries_and_merged_ones_are_no_repetition(tmp_path: Path) -> None:
+    merged = load_text(write(tmp_path, "a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\nc: &c [*a, *a, *c]\n"))
+    assert merged["b"] == {"k": 2, "l": 1}
+    assert merged["c"][2] is merged["c"]
 
 
 @pytest.mark.parametrize(("section", "key"), keys_of_files())

@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,7 +195,15 @@ def test_the_form_of_checkpoints_brings_options_that_fit() -> None:
     assert plugin.optim_state_dict_config == fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
     own = fsdp.FullStateDictConfig(offload_to_cpu=False)
     assert Plugin(state_dict_type=1, state_dict_config=own).state_dict_config is own
-    local = Plugin(state_dict_type="LOCAL_STATE_DICT")
+
+
+@pytest.mark.parametrize("given", ["LOCAL_STATE_DICT", "local_state_dict", 2, fsdp.StateDictType.LOCAL_STATE_DICT])
+def test_local_weights_say_once_that_they_are_saved_in_shards(given: Any) -> None:
+    with pytest.warns(UserWarning, match=r"'LOCAL_STATE_DICT'\) is saved by save_state in the shards") as caught:
+        local = Plugin(state_dict_type=given)
+        local.set_state_dict_type()
+        Plugin(state_dict_type=given)
+    assert [Path(entry.filename) for entry in caught] == [Path(__file__)]
     assert (local.state_dict_config, local.optim_state_dict_config) == (None, None)
 
 

@@ -201,14 +201,19 @@ class TestContext:
     def test_buffers_are_cut_and_restored(self, mesh: DeviceMesh) -> None:
         whole, left = torch.arange(8).view(2, 4), torch.arange(4)
         view = whole[:, 1:3]
-        with split_sequences(mesh, [view, left], [1, 0], [left]):
+        with split_sequences(mesh, [view, left], [-1, 0], [left]):
             assert view.tolist() == [[1, 2], [5, 6]]
         assert view.tolist() == [[1, 2], [5, 6]]
         assert whole.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     @pytest.mark.parametrize(
         ("dims", "kept", "message"),
-        [([0, 1], [], "has 2 entries for 1 buffers"), ([0], [torch.ones(1)], "not among the 1 buffers")],
+        [
+            ([0, 1], [], "has 2 entries for 1 buffers"),
+            ([0], [torch.ones(1)], "not among the 1 buffers"),
+            ([5], [], r"Buffer 0 of shape \(4,\) has 1 dimensions.* dimension 5"),
+            ([-2], [], r"Buffer 0 of shape \(4,\) has 1 dimensions.* dimension -2"),
+        ],
     )
     def test_buffers_and_dimensions_go_together(
         self, mesh: DeviceMesh, dims: list[int], kept: list[torch.Tensor], message: str

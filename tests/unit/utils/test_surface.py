@@ -74,6 +74,24 @@ def test_dir_lists_lazy_names() -> None:
     assert "TensorInformation" in dir(public_dataclasses)
 
 
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        ("accelerate", set()),
+        ("accelerate.utils", {"tqdm"}),
+        ("accelerate.test_utils", set()),
+        ("accelerate.utils.constants", {"WEIGHTS_NAME"}),
+        ("accelerate.utils.dataclasses", {"DistributedType", "parse_llama_config"}),
+        ("accelerate.utils.other", set()),
+    ],
+)
+def test_a_star_import_gives_all_names_and_none_of_the_machinery(module: str, more: set[str]) -> None:
+    table = {name for name in importlib.import_module(module)._TABLE if not name.startswith("_")}
+    found = set(run(f"from {module} import *\nprint(*dir())").split())
+    assert table | more <= found
+    assert not found & {"attach", "by_home", "starred", "env", "TYPE_CHECKING", "_TABLE", "_filter_args"}
+
+
 def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(AttributeError, match="Acelerator"):
         _ = accelerate.Acelerator  # type: ignore[attr-defined]

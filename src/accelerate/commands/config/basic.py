@@ -9,7 +9,7 @@ from accelerate._base.enums import ComputeEnvironment, DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.files.locations import default_json_config_file
-from accelerate.config.files.objects import ClusterConfig
+from accelerate.config.files.objects import ClusterConfig, place_to_write
 from accelerate.config.sections.resources import PRECISIONS
 from accelerate.devices.machine import detect
 
@@ -27,14 +27,14 @@ def write_basic_config(
         The path of the file; False if there is one already, which is left as it is.
 
     Raises:
-        ConfigurationError: The number format is not known.
+        ConfigurationError: The number format is not known, or the file cannot be written there.
     """
     if mixed_precision.lower() not in PRECISIONS:
         raise ConfigurationError(
             f"write_basic_config(mixed_precision={mixed_precision!r}) is not a known number format. "
             f"Write one of {', '.join(PRECISIONS)}."
         )
-    path = Path(save_location).expanduser()
+    path = place_to_write(save_location)
     if path.exists():
         return False
     machine = detect(env.items())

@@ -12,6 +12,7 @@ from accelerate._base.errors import AccelerateError
 from accelerate.config.cli import spellings
 from accelerate.config.files import ClusterConfig, SageMakerConfig
 from accelerate.config.files.locations import current_default_file
+from accelerate.config.files.objects import place_to_write
 
 description = "Make the file of options that `accelerate launch` takes its defaults from."
 
@@ -53,10 +54,11 @@ def config_command(args: argparse.Namespace) -> None:
 
     Raises:
         UsageError: Input or output is no terminal.
+        ConfigurationError: The file cannot be written where it was asked for.
         KeyboardInterrupt: The user has left; nothing is written.
         SystemExit: The user has cancelled; nothing is written.
     """
-    path = Path(args.config_file or current_default_file()).expanduser()
+    path = place_to_write(args.config_file or current_default_file())
     conversation = _Conversation()
     try:
         config = conversation.config()

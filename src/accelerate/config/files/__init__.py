@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home, starred
 
 if TYPE_CHECKING:
     from accelerate.config.files.locations import cache_dir as cache_dir
@@ -33,3 +33,4 @@ else:
         }
     )
     __getattr__, __dir__ = attach(__name__, _TABLE)
+    __all__ = list(starred(_TABLE))

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound="BaseConfig")
 
 
+class ConfigFileWriteError(ConfigurationError, OSError):
+    """Report a file of options that cannot be written where it was asked for."""
+
+
 @dataclass
 class BaseConfig:
     """What files for a cluster and for SageMaker have in common."""
@@ -75,14 +79,22 @@ class BaseConfig:
         return _load(cls, yaml_file or locations.default_yaml_config_file)
 
     def to_json_file(self, json_file: str | Path) -> None:
-        """Write a JSON file."""
-        _write(json_file, json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        """Write a JSON file.
+
+        Raises:
+            ConfigurationError: (also an `OSError`) it cannot be written there.
+        """
+        write_text(json_file, json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
-        """Write a YAML file."""
+        """Write a YAML file.
+
+        Raises:
+            ConfigurationError: (also an `OSError`) it cannot be written there.
+        """
         import yaml
 
-        _write(yaml_file, yaml.safe_dump(self.to_dict()))
+        write_text(yaml_file, yaml.safe_dump(self.to_dict()))
 
 
 @dataclass
@@ -196,7 +208,41 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _write(path: str | Path, text: str) -> None:
-    place = Path(path).expanduser()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(text, encoding="utf-8")
+def place_to_write(path: str | Path) -> Path:
+    """Return where a file of options goes.
+
+    Raises:
+        ConfigurationError: (also an `OSError`) it is a folder, or no path that this machine can have.
+    """
+    try:
+        place = Path(path).expanduser()
+        is_folder = place.is_dir()
+    except (OSError, RuntimeError) as error:  # the latter for the home of a user who does not exist
+        raise _unwritable(path, error) from error
+    if is_folder:
+        raise ConfigFileWriteError(
+            f"The configuration file {str(path)!r} is a folder, and options are written to a file. "
+            f"Write the path of a file, such as {str(place / 'config.yaml')!r}."
+        )
+    return place
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file of options, and the folders above it.
+
+    Raises:
+        ConfigurationError: (also an `OSError`) it cannot be written there.
+    """
+    place = place_to_write(path)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | Path, error: Exception) -> ConfigFileWriteError:
+    return ConfigFileWriteError(
+        f"The configuration file {str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}. Write the "
+        "path of a file in a folder that you may write to; the default one is under the folder that HF_HOME names."
+    )

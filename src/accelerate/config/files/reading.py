@@ -83,7 +83,7 @@ def load_text(path: str | Path) -> dict[str, Any]:
     """Read a YAML or JSON file into a dictionary.
 
     Raises:
-        ConfigurationError: There is no such file, it does not parse, or it holds no keys.
+        ConfigurationError: There is no such file, it does not parse, holds no keys, or one of them twice.
     """
     place = Path(path).expanduser()
     try:
@@ -107,8 +107,16 @@ def load_text(path: str | Path) -> dict[str, Any]:
 
 
 def _parse_json(path: str | Path, text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _repeated(path, key, "")
+            found[key] = value
+        return found
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigurationError(
             f"The configuration file {str(path)!r}, line {error.lineno}, is not JSON: {error.msg}. Correct that line."
@@ -118,8 +126,12 @@ def _parse_json(path: str | Path, text: str) -> Any:
 def _parse_yaml(path: str | Path, text: str) -> Any:
     import yaml
 
+    loader = yaml.SafeLoader(text)
     try:
-        return yaml.safe_load(text)
+        # In two steps, because the lines of keys are known only in between: dictionaries keep the last of two keys.
+        node = loader.get_single_node()
+        _refuse_repeated_keys(path, node)
+        return loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}," if mark is not None else ""
@@ -127,6 +139,41 @@ def _parse_yaml(path: str | Path, text: str) -> Any:
         raise ConfigurationError(
             f"The configuration file {str(path)!r}{line} is not YAML: {problem}. Correct that line."
         ) from error
+    finally:
+        loader.dispose()
+
+
+def _refuse_repeated_keys(path: str | Path, root: Any) -> None:
+    """Look through the nodes of a YAML file for a dictionary that has a key twice."""
+    from yaml import MappingNode, ScalarNode, SequenceNode
+
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias may stand inside of what it names
+            continue
+        seen.add(id(node))
+        if isinstance(node, SequenceNode):
+            waiting += node.value
+        if not isinstance(node, MappingNode):
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            waiting.append(value)
+            # A merge (`<<: *defaults`) is an order, not a key.
+            if not isinstance(key, ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise _repeated(path, key.value, f", on lines {lines[name]} and {line}")
+            lines[name] = line
+
+
+def _repeated(path: str | Path, key: str, lines: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The configuration file {str(path)!r} has the key {key!r} twice{lines}, and only one value can count. "
+        "Remove one of them."
+    )
 
 
 def read_config_file(path: str | Path) -> ConfigFile:

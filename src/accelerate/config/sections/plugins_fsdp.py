@@ -221,6 +221,12 @@ class FullyShardedDataParallelPlugin(Settings):
                 f"FullyShardedDataParallelPlugin(state_dict_type={wanted!r}) is not in FSDP 2. "
                 "Write 'SHARDED_STATE_DICT' or 'FULL_STATE_DICT'."
             )
+        if kind.name == "LOCAL_STATE_DICT":
+            warn_once(
+                "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') is saved by save_state in the shards of "
+                "SHARDED_STATE_DICT, which load on any number of processes. Write 'SHARDED_STATE_DICT'.",
+                stacklevel=6,
+            )
         self.state_dict_type = kind
         self.state_dict_config, self.optim_state_dict_config = fsdp_torch.state_dict_configs(
             kind, self.state_dict_config, self.optim_state_dict_config
