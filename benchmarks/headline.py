@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 import shutil
 import threading
 import time
@@ -67,12 +66,7 @@ def watch(interval: float = 0.002) -> Iterator[Watched]:
 
 
 def in_new_process(function: Callable[..., T], *args: Any) -> T:
-    """Run a function in a fresh interpreter, so that its memory is its own, and return what it returns.
-
-    glibc keeps freed blocks of up to 32 MB for later, and activations of changing sizes leave holes in what it keeps. With
-    a fixed threshold, which it reads when a process starts, every block of more than 1 MB goes back to the system.
-    """
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
+    """Run a function in a fresh interpreter, so that its memory is its own, and return what it returns."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, args)
 

@@ -17,6 +17,7 @@ import torch
 
 from .._base.errors import AccelerateError
 from ..devices.copy_lane import CopyLane
+from ..runtime.memory import trim_holes
 from . import advice
 from .budget import Budget, choose_budget
 from .mapped import MappedFile, OpenFiles
@@ -32,6 +33,10 @@ WINDOW = 512 * 2**20
 FEWEST_AHEAD = 16
 """How many modules are asked for ahead even if they are larger than the window."""
 MOST_AHEAD = 512
+HOLES = 64 * 2**20
+"""How much host memory that activations left behind may lie idle."""
+LOOK_AFTER = 32 * 2**20
+"""How many bytes of weights pass between two looks at it, each of which takes as long as a small module."""
 _BATCH = 16
 _SECONDS_TO_LEAVE = 5.0
 
@@ -90,6 +95,7 @@ class ReadAhead:
         self._route = Route()
         self._mapped, self._copied = _Ledger(), _Ledger()
         self._clock = 0
+        self._passed = 0
         self._bytes_ahead = 0
         self._window, self._fewest = WINDOW, FEWEST_AHEAD
         self._lock = threading.RLock()
@@ -166,6 +172,12 @@ class ReadAhead:
             for ledger in (self._mapped, self._copied):
                 if ledger.used > ledger.limit:
                     self._make_room(ledger, 0, needed_at=-1)
+            self._passed += stop.nbytes
+            looks = self._passed >= LOOK_AFTER and any(weight.device.type == "cpu" for weight in stop.weights)
+            if looks:
+                self._passed = 0
+        if looks:
+            trim_holes(HOLES)
 
     def keep(self, stop: Stop) -> None:
         """Never give the weights of a module up again, because it has them for good."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 from typing import Any
 
@@ -34,11 +35,51 @@ def trim_host_memory() -> None:
 
     glibc keeps blocks of up to 32 MB for later, and aligned ones rarely fit where one of the same size was.
     """
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library
+    trim = _of_c_library("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def trim_holes(limit: int) -> None:
+    """Give freed host memory back to the system if there is more of it than `limit` bytes, where the C library can.
+
+    Activations of changing sizes leave holes in what glibc keeps, which no later one fits into.
+    """
+    look = _of_c_library("mallinfo2")
+    if look is None:
         return
-    trim(0)
+    look.restype = _MallocInfo
+    if look().fordblks > limit:
+        trim_host_memory()
+
+
+class _MallocInfo(ctypes.Structure):
+    """What glibc (from 2.33 on) says of the memory that it manages; `fordblks` are the free bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+@functools.cache
+def _of_c_library(name: str) -> Any:
+    """Return a function of the C library, None where it has no such one."""
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def release_memory(*objects: Any) -> list[Any]:

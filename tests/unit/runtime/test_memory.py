@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import platform
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from accelerate.runtime.memory import clear_device_cache, release_memory, should_reduce_batch_size
+from accelerate.runtime.memory import clear_device_cache, release_memory, should_reduce_batch_size, trim_holes
 
 
 class CudaLikeError(RuntimeError):
@@ -62,3 +64,20 @@ def test_release_memory_frees_also_cycles() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library keeps its memory otherwise")
+def test_holes_go_back_to_the_system_once_they_are_large() -> None:
+    def held() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+    # Small enough to be no mapping of its own each.
+    blocks = [torch.ones(20_000) for _ in range(1000)]
+    del blocks[::2]
+    before = held()
+    trim_holes(10**12)
+    assert held() > before - 10 * 10**6
+    trim_holes(10**6)
+    assert held() < before - 30 * 10**6
+    assert all(block.sum() == 20_000 for block in blocks)
