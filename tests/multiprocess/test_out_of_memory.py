@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support.processes import run_group
 
 from accelerate import Accelerator, PartialState, find_executable_batch_size
 from accelerate._base.errors import UsageError
+from accelerate.collectives import out_of_memory
 from accelerate.runtime.gradient_clock import GradientState
 
 pytestmark = pytest.mark.multiprocess
@@ -101,51 +104,103 @@ def raised(function: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def reaches_the_floor() -> str:
+def ranks_met() -> list[float]:
+    """Return what a collective over all ranks gives, if the group can be used."""
+    return Accelerator().gather(torch.tensor([float(PartialState().process_index)])).tolist()
+
+
+def reaches_the_floor() -> tuple[str, list[str]]:
+    lines = Lines()
+    logging.getLogger("accelerate.collectives.out_of_memory").addHandler(lines)
+
     @find_executable_batch_size(starting_batch_size=8, minimum_batch_size=4, keep_update=True)
     def attempt(batch_size: int) -> Any:
         return train(batch_size, largest=1)
 
     message = raised(attempt)
     GradientState().grow(1)
-    return message
+    return message, lines.lines
 
 
-def fails_in_a_collective() -> str:
+class Pruned(Exception):
+    """What a program catches on every rank to go on with something else."""
+
+
+def is_given_up_on_all_ranks() -> tuple[list[str], bool, list[float]]:
+    """Fail on all ranks, in the first of three calls right away, in the second one rank after the other."""
+    state, before = PartialState(), torch.distributed.group.WORLD
+
+    def attempt(batch_size: int, call: int) -> list[float]:
+        if call == 1:
+            Accelerator().wait_for_everyone()
+            time.sleep(0.3 * state.process_index)  # the others' reports are there before this one's error
+        if call < 2:
+            raise Pruned(f"call {call}, rank {state.process_index}")
+        return ranks_met()
+
+    find = find_executable_batch_size(attempt, starting_batch_size=8)
+    messages = [raised(lambda call=call: find(call)) for call in range(2)]
+    return messages, torch.distributed.group.WORLD is before, find(2)
+
+
+def fails_in_a_collective() -> tuple[str, list[float]]:
     @find_executable_batch_size(starting_batch_size=8)
     def attempt(batch_size: int) -> Any:
         accelerator = Accelerator()
+        model = accelerator.prepare(torch.nn.Linear(2, 1))  # what is wrapped for the group that breaks stays alive
+        accelerator.backward(model(torch.ones(1, 2)).sum())
         if accelerator.is_last_process:
             raise ValueError("a fault of the program")
         accelerator.wait_for_everyone()
 
-    return raised(attempt)
+    return raised(attempt), ranks_met()
 
 
-def fails_beside_the_others() -> str:
+def fails_beside_the_others() -> tuple[str, bool, list[float]]:
+    before = torch.distributed.group.WORLD
+
     @find_executable_batch_size(starting_batch_size=8)
     def attempt(batch_size: int) -> Any:
         if PartialState().is_last_process:
             raise KeyError("missing")
 
-    return raised(attempt)
+    return raised(attempt), torch.distributed.group.WORLD is before, ranks_met()
+
+
+def fails_while_another_computes(sign: Path) -> str:
+    """Fail on rank 1, while rank 0 computes until rank 1 has gone on."""
+    out_of_memory._PATIENCE_SECONDS = out_of_memory._GRACE_SECONDS = 0.1  # type: ignore[misc]
+    state = PartialState()
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def attempt(batch_size: int) -> Any:
+        if state.is_last_process:
+            raise KeyError("missing")
+        while not sign.exists():
+            time.sleep(0.01)
+
+    message = raised(attempt)
+    sign.touch()
+    return message
 
 
 def all_checks() -> dict[str, Any]:
+    out_of_memory._GRACE_SECONDS = 120.0  # type: ignore[misc]
     found: dict[str, Any] = {
         "shrinks": shrinks_on_all_ranks(),
         "without": without_collectives(),
         "floor": reaches_the_floor(),
         "fault": fails_in_a_collective(),
     }
-    Accelerator().reset()  # the group is broken now
+    out_of_memory._PATIENCE_SECONDS = 120.0  # type: ignore[misc]
+    found["pruned"] = is_given_up_on_all_ranks()
     found["beside"] = fails_beside_the_others()
     return found
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_group(all_checks, 2)
+    return run_group(all_checks, 2, timeout=240)
 
 
 def check_shrinking(results: list[dict[str, Any]]) -> None:
@@ -155,18 +210,39 @@ def check_shrinking(results: list[dict[str, Any]]) -> None:
         assert result["weights"] == results[0]["weights"] == result["again"]
         assert result["weights"] == result["small"]
         torch.testing.assert_close(torch.tensor(result["weights"]), torch.tensor(result["big"]))
-        assert [line.split(";")[0] for line in result["lines"]] == [
-            "Memory ran out with batch size 16",
-            "Memory ran out with batch size 8",
-        ]
+    assert results[0]["lines"] == [
+        "Memory ran out with batch size 16; trying 8 on all ranks.",
+        "Memory ran out with batch size 8; trying 4 on all ranks.",
+    ]
+    assert [result["lines"] for result in results[1:]] == [[]] * (len(results) - 1)
 
 
 def test_one_rank_without_memory_shrinks_the_batch_of_all_and_keeps_the_update(found: list[dict[str, Any]]) -> None:
     check_shrinking([result["shrinks"] for result in found])
 
 
+def check_failures(results: list[dict[str, Any]]) -> None:
+    """Every failed rank has its own error, the others hear of it, and the group can be used."""
+    ranks, last = list(range(len(results))), len(results) - 1
+    for rank, result in enumerate(results):
+        messages, is_same_group, met = result["pruned"]
+        assert messages == [f"Pruned: call {call}, rank {rank}" for call in range(2)]
+        assert is_same_group
+        assert met == ranks
+    for name, own in (("fault", "ValueError: a fault of the program"), ("beside", "KeyError: 'missing'")):
+        assert results[last][name][0] == own
+        for result in results[:last]:
+            assert result[name][0].startswith(
+                f"UsageError: Inside find_executable_batch_size rank {last} failed with {own}"
+            )
+        assert [result[name][-1] for result in results] == [ranks] * len(results)
+    assert all(result["beside"][1] for result in results)
+
+
 def test_three_ranks() -> None:
-    check_shrinking(run_group(shrinks_on_all_ranks, 3))
+    found = run_group(all_checks, 3, timeout=240)
+    check_shrinking([result["shrinks"] for result in found])
+    check_failures(found)
 
 
 def test_a_function_without_collectives(found: list[dict[str, Any]]) -> None:
@@ -176,12 +252,21 @@ def test_a_function_without_collectives(found: list[dict[str, Any]]) -> None:
 
 def test_the_floor_is_an_error_on_all_ranks(found: list[dict[str, Any]]) -> None:
     for result in found:
-        assert result["floor"].startswith(f"{UsageError.__name__}: No batch size from 8 down to 4 fits")
+        assert result["floor"][0].startswith(f"{UsageError.__name__}: No batch size from 8 down to 4 fits")
+    assert [result["floor"][1] for result in found] == [
+        [
+            "Memory ran out with batch size 8; trying 4 on all ranks.",
+            "Memory ran out with batch size 4; there is no smaller one to try.",
+        ],
+        [],
+    ]
 
 
-def test_another_error_stops_all_ranks_and_is_named(found: list[dict[str, Any]]) -> None:
-    assert found[1]["fault"] == "ValueError: a fault of the program"
-    assert found[0]["fault"].startswith("UsageError: Inside find_executable_batch_size rank 1 failed with ValueError")
-    assert "a fault of the program" in found[0]["fault"]
-    assert found[1]["beside"] == "KeyError: 'missing'"
-    assert "rank 1 failed with KeyError: 'missing'" in found[0]["beside"]
+def test_another_error_stops_all_ranks_and_leaves_them_a_group(found: list[dict[str, Any]]) -> None:
+    check_failures(found)
+
+
+def test_an_error_is_not_kept_back_for_a_rank_that_computes(tmp_path: Path) -> None:
+    found = run_group(fails_while_another_computes, 2, tmp_path / "sign", timeout=240)
+    assert found[1] == "KeyError: 'missing'"
+    assert found[0].startswith("UsageError: Inside find_executable_batch_size rank 1 failed with KeyError: 'missing'")

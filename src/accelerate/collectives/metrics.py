@@ -67,6 +67,9 @@ def gather_for_metrics_rows(
 ) -> Any:
     """Gather `data` from all processes without the rows that pad a batch.
 
+    Where the batches of a round differ in size, the rows that `pad_across_processes` put below a shorter one are left
+    out too.
+
     Tensors are concatenated in rank order. Lists of anything but tensors, lists of mappings, and tuples of plain
     values such as strings are lists of samples and are joined. Other containers are structure: they are merged entry
     by entry, and a plain value in one becomes the list of the values of all processes.
@@ -86,18 +89,21 @@ def gather_for_metrics_rows(
         verify("gather_for_metrics")
     own = _trimmed(data, _Cut(cut.rows, 0) if repeats else cut, use_gather_object)
     tensors = _only_tensors(own, use_gather_object)
-    heads = communicator().gather_object(_head(tensors, cut.removes))
+    heads = communicator().gather_object(_head(tensors, cut))
+    rows = _Rows([head.rows for head in heads])
     if any(head.padded for head in heads):
         _warn_of_scalars(own)
     if tensors is None or any(head.signature != heads[0].signature for head in heads):
-        return _gather_as_objects(own, use_gather_object)
-    gathered = iter(_gather_tensors(tensors, heads))
+        return _gather_as_objects(own, use_gather_object, rows)
+    gathered = iter(_gather_tensors(tensors, heads, rows))
     return recursively_apply(lambda _: next(gathered), own)
 
 
 class _Head(NamedTuple):
     """What the ranks tell each other first, so that all of them take the same way."""
 
+    rows: int
+    """The rows of the batch, 0 if unknown."""
     padded: bool
     signature: int | None
     """The paths of the tensors in a structure that holds nothing else; None for any other structure."""
@@ -107,34 +113,59 @@ class _Head(NamedTuple):
     """The tensors themselves, if they are small enough to travel along."""
 
 
-def _head(tensors: dict[str, Tensor] | None, padded: bool) -> _Head:
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that the batch of each process has in this round, 0 if unknown."""
+
+    of_ranks: list[int]
+
+    @property
+    def differ(self) -> bool:
+        return 0 not in self.of_ranks and len(set(self.of_ranks)) > 1
+
+    def unfilled(self, parts: list[Tensor]) -> list[Tensor]:
+        """Take off what made the values of shorter batches as long as those of the longest.
+
+        Only the values of all processes together tell: two rows for a batch of one are padding if a batch of two has
+        two as well, and two rows a sample if that has four.
+        """
+        widest = max(self.of_ranks)
+        sizes = {part.shape[0] if part.dim() else 0 for part in parts if part.numel()}
+        size = sizes.pop() if len(sizes) == 1 else 0
+        if not self.differ or size == 0 or size % widest:
+            return parts
+        return [part[: size // widest * rows] for part, rows in zip(parts, self.of_ranks, strict=True)]
+
+
+def _head(tensors: dict[str, Tensor] | None, cut: _Cut) -> _Head:
+    rows, padded = cut.rows, cut.removes
     if tensors is None:
-        return _Head(padded, None, [], False, None)
+        return _Head(rows, padded, None, [], False, None)
     listed = list(tensors.values())
     specs = [spec_of(tensor) for tensor in listed]
     packed = is_packable(listed)
     inline = packed and packed_size(specs) <= _LARGEST_INLINE and all(leaf.device.type == "cpu" for leaf in listed)
     content = pack(listed).numpy().tobytes() if inline else None
-    return _Head(padded, zlib.crc32(repr(list(tensors)).encode()), specs, packed, content)
+    return _Head(rows, padded, zlib.crc32(repr(list(tensors)).encode()), specs, packed, content)
 
 
-def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head]) -> list[Any]:
+def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head], rows: _Rows) -> list[Any]:
     """Gather tensors whose shapes on all ranks are known, in as few exchanges as their size allows."""
     group = communicator()
     listed = list(tensors.values())
     alike = all(head.specs == heads[0].specs for head in heads)
     if all(head.content is not None for head in heads):
-        rows = [torch.frombuffer(bytearray(head.content or b"") or bytearray(1), dtype=torch.uint8) for head in heads]
+        sent = [torch.frombuffer(bytearray(head.content or b"") or bytearray(1), dtype=torch.uint8) for head in heads]
     elif len(listed) > 1 and all(head.packed for head in heads):
         buffer = pack(listed)
-        rows = list(group.gather(buffer).view(len(heads), -1)) if alike else group.gather_uneven(buffer)
-    elif alike:
+        sent = list(group.gather(buffer).view(len(heads), -1)) if alike else group.gather_uneven(buffer)
+    elif alike and not rows.differ:
         return [group.gather(tensor) for tensor in listed]
     else:
-        return [_joined(group.gather_uneven(tensor), path) for path, tensor in tensors.items()]
-    columns = zip(*[unpack(row, head.specs) for row, head in zip(rows, heads, strict=True)], strict=True)
+        return [_joined(rows.unfilled(group.gather_uneven(tensor)), path) for path, tensor in tensors.items()]
+    columns = zip(*[unpack(buffer, head.specs) for buffer, head in zip(sent, heads, strict=True)], strict=True)
     return [
-        send_to_device(_joined(list(column), path), tensor.device)
+        send_to_device(_joined(rows.unfilled(list(column)), path), tensor.device)
         for column, (path, tensor) in zip(columns, tensors.items(), strict=True)
     ]
 
@@ -261,18 +292,18 @@ def _joined(parts: list[Tensor], path: str) -> Any:
     return [row for part in parts for row in part.unbind()]
 
 
-def _gather_as_objects(data: Any, always: bool) -> Any:
+def _gather_as_objects(data: Any, always: bool, rows: _Rows) -> Any:
     device = find_device(data)
     # A pickled tensor would come back on the device of the process it is from.
     values = communicator().gather_object(send_to_device(data, "cpu"))
-    merged = _merged(values, always, "")
+    merged = _merged(values, always, "", rows)
     return merged if device is None else send_to_device(merged, device)
 
 
-def _merged(values: list[Any], always: bool, path: str) -> Any:
+def _merged(values: list[Any], always: bool, path: str, rows: _Rows) -> Any:
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        joined = _joined(values, path)
+        joined = _joined(rows.unfilled(values), path)
         return list(joined) if always and not path else joined
     if all(isinstance(value, np.ndarray) for value in values):
         return np.concatenate([np.atleast_1d(value) for value in values])
@@ -292,4 +323,6 @@ def _merged(values: list[Any], always: bool, path: str) -> Any:
             "cannot be merged; pass the same keys everywhere, or a list with one item per sample"
         )
     columns = zip(*[entry or [] for entry in entries], strict=True)
-    return rebuilt(first, [_merged([c.value for c in column], always, path + column[0].step) for column in columns])
+    return rebuilt(
+        first, [_merged([c.value for c in column], always, path + column[0].step, rows) for column in columns]
+    )

@@ -9,6 +9,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, TypeVar, overload
 
 from torch._C._distributed_c10d import Store
@@ -22,8 +23,18 @@ R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
-_ENDS = ("done", "out_of_memory", "interrupted")
-"""How a try may end on a rank so that all can go on."""
+_GRACE_SECONDS = 10.0
+"""How long a rank that failed waits, once it has hung up, for the others to come out of their collectives."""
+
+
+class _End(str, Enum):
+    """How a try ended on a rank."""
+
+    DONE = "done"
+    OUT_OF_MEMORY = "out_of_memory"
+    INTERRUPTED = "interrupted"
+    """Its collective broke, because another rank had hung up."""
+    FAILED = "failed"
 
 
 class _Attempt:
@@ -44,10 +55,8 @@ class _Attempt:
         return runtime.world_size if runtime is not None else 1
 
     @property
-    def store(self) -> Store | None:
-        """Return the store where the ranks met, None for a single process."""
-        if self.world_size == 1:
-            return None
+    def store(self) -> Store:
+        """Return the store where the ranks met; a single process has none."""
         if self._store is None:
             self._store = process_group.store()
         return self._store
@@ -58,12 +67,27 @@ class _Attempt:
         return f"accelerate/batch_size/{self._number}/{word}"
 
     def _count(self, word: str) -> int:
-        return int(self.store.add(self._key(word), 0)) if self.store is not None else 0
+        return int(self.store.add(self._key(word), 0)) if self.world_size > 1 else 0
 
-    def report(self, word: str) -> None:
+    def _first(self, word: str, text: str) -> str:
+        """Return what the first rank that came here said."""
+        said: bytes = self.store.compare_set(self._key(word), "", text)
+        return said.decode()
+
+    def end_of(self, error: Exception) -> _End:
+        """Return what an error says about this try."""
+        if should_reduce_batch_size(error):
+            return _End.OUT_OF_MEMORY
+        # Before a rank has hung up no other can break a collective, and one that breaks is a RuntimeError.
+        if self.ran_out or (self.hung_up and isinstance(error, RuntimeError)):
+            return _End.INTERRUPTED
+        return _End.FAILED
+
+    def report(self, end: _End, error: Exception | None = None) -> None:
         """Tell the other ranks how this try ended here."""
-        if self.store is not None:
-            self.store.add(self._key(word), 1)
+        if end is _End.FAILED:
+            self._first("failure", f"rank {current.runtime().rank} failed with {type(error).__name__}: {error}")
+        self.store.add(self._key(end.value), 1)
 
     @property
     def ran_out(self) -> bool:
@@ -71,27 +95,46 @@ class _Attempt:
         return self._count("out_of_memory") > 0
 
     @property
+    def hung_up(self) -> bool:
+        """Return whether any rank broke the process group."""
+        return self._count("hung_up") > 0
+
+    @property
     def failure(self) -> str | None:
-        """Return which rank failed with what error that is not about memory, None if none has."""
-        return self.store.get(self._key("failure")).decode() if self.store and self._count("failed") else None
+        """Return which rank was the first to fail with what error that is not about memory, None if none has."""
+        return self.store.get(self._key("failure")).decode() if self._count("failed") else None
 
-    def report_failure(self, error: Exception) -> None:
-        """Tell the other ranks of an error that is not about memory."""
-        if self.store is not None:
-            text = f"rank {current.runtime().rank} failed with {type(error).__name__}: {error}"
-            self.store.set(self._key("failure"), text)
-            self.report("failed")
+    def hang_up(self) -> bool:
+        """Free the ranks that wait for this one in a collective; False where the group cannot be made anew."""
+        if not process_group.can_remake():
+            return False
+        self.store.add(self._key("hung_up"), 1)  # before it happens: who gets an error looks here
+        process_group.hang_up()
+        return True
 
-    def settle(self, seconds: float | None) -> bool:
-        """Wait until every rank has reported, or a rank has failed; False if some have not after `seconds`."""
+    def wait(self, seconds: float | None) -> bool:
+        """Wait until every rank has reported, or one has given up; False if neither has happened after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while sum(map(self._count, _ENDS)) < self.world_size:
-            if self.failure is not None:
-                raise _failed_elsewhere(self.failure)
+        while sum(self._count(end.value) for end in _End) < self.world_size:
+            if self.store.check([self._key("verdict")]):
+                return True
             if deadline is not None and time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
+
+    def conclude(self, is_complete: bool) -> None:
+        """Go on together if every rank has reported, and make the process group anew if one had to break it.
+
+        The first to come here decides for all: a rank that gives up must not be waited for.
+        """
+        if self._first("verdict", "complete" if is_complete else "given up") != "complete":
+            return
+        self.store.add(self._key("settled"), 1)
+        while self._count("settled") < self.world_size:
+            time.sleep(_POLL_SECONDS)
+        if self.hung_up:
+            process_group.remake()
 
 
 @overload
@@ -135,7 +178,8 @@ def find_executable_batch_size(
             samples as with the first size.
 
     Raises:
-        UsageError: If no size from the first down to the smallest fits.
+        UsageError: If no size from the first down to the smallest fits, or on a rank that did not fail itself, if
+            another one did. A rank that fails raises its own error, and the ranks can go on together.
         ConfigurationError: If the function does not take the batch size first, or was called with it.
 
     Example:
@@ -194,7 +238,7 @@ def find_executable_batch_size(
             clear_device_cache(garbage_collection=True)
             if keep_update and batch_size:
                 GradientState().grow(starting_batch_size // batch_size)
-            _LOG.warning("Memory ran out with batch size %d; trying %d on all ranks.", previous, batch_size)
+            _say_what_comes(previous, batch_size, minimum_batch_size)
 
     return with_batch_size
 
@@ -218,35 +262,44 @@ def _try(
 ) -> tuple[bool, R | None]:
     """Run the function once and agree with the other ranks on how it went."""
     result: R | None = None
-    broken = False
+    end, cause = _End.DONE, None
     try:
         result = function(batch_size, *args, **kwargs)
-        attempt.report("done")
     except Exception as error:
-        if should_reduce_batch_size(error):
-            attempt.report("out_of_memory")
-        elif attempt.ran_out:
-            attempt.report("interrupted")  # this rank's collective broke because another rank ran out of memory
-        elif attempt.failure is not None:
-            raise _failed_elsewhere(attempt.failure) from error  # it broke because another rank failed
-        else:
-            attempt.report_failure(error)
-            process_group.hang_up()  # the others may wait for this rank in a collective
+        end = attempt.end_of(error)
+        if end is _End.FAILED:
+            if attempt.world_size > 1:
+                attempt.report(end, error)
+                _settle(attempt, end)
             raise
-        broken = True
         traceback.clear_frames(error.__traceback__)
+        cause = error if end is _End.INTERRUPTED else None
     if attempt.world_size == 1:
-        return not broken, result
-    if broken:
+        return end is _End.DONE, result
+    try:
+        attempt.report(end)
+        _settle(attempt, end)
+        if attempt.failure is not None:
+            raise _failed_elsewhere(attempt.failure) from cause
+    finally:
+        cause = None  # it holds this frame
+    return (False, None) if attempt.ran_out else (True, result)
+
+
+def _settle(attempt: _Attempt, end: _End) -> None:
+    """Wait for the other ranks to end this try too, and free those that wait for this one in a collective."""
+    if end is _End.DONE:
+        attempt.conclude(attempt.wait(None))
+        return
+    if end is not _End.FAILED:
         gc.collect()
-        if not attempt.settle(_PATIENCE_SECONDS) and process_group.can_remake():
-            process_group.hang_up()
-            attempt.report("hung_up")
-    attempt.settle(None)
-    if not attempt.ran_out:
-        return True, result
-    _meet_again(attempt)
-    return False, None
+    # Once one has hung up there is nothing to save, and a third rank may wait for this one.
+    is_complete = attempt.wait(0 if attempt.hung_up else _PATIENCE_SECONDS)
+    if not is_complete:
+        # An error is not kept back for the sake of a rank that may compute for hours, or that nothing can free.
+        grace = _GRACE_SECONDS if attempt.hang_up() else 0.0
+        is_complete = attempt.wait(grace if end is _End.FAILED else None)
+    attempt.conclude(is_complete)
 
 
 def _failed_elsewhere(failure: str) -> UsageError:
@@ -256,10 +309,11 @@ def _failed_elsewhere(failure: str) -> UsageError:
     )
 
 
-def _meet_again(attempt: _Attempt) -> None:
-    """Make the process group anew if a rank had to break it."""
-    attempt.report("settled")
-    while attempt._count("settled") < attempt.world_size:
-        time.sleep(_POLL_SECONDS)
-    if attempt._count("hung_up"):
-        process_group.remake()
+def _say_what_comes(previous: int, batch_size: int, minimum: int) -> None:
+    runtime = current.active()
+    if runtime is not None and runtime.rank:
+        return
+    if batch_size < minimum:
+        _LOG.warning("Memory ran out with batch size %d; there is no smaller one to try.", previous)
+    else:
+        _LOG.warning("Memory ran out with batch size %d; trying %d on all ranks.", previous, batch_size)

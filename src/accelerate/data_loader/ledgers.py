@@ -5,12 +5,14 @@ A batch is named by its number in the pass, counted from 1; nothing is computed 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .iterables import IterableDatasetShard
 from .plan import UNKNOWN_SHARE, Block, MicroBatch, Rounds, Share, Windows, clamp
 from .position import Trail
 from .sharding import BatchSamplerShard, Records
+from .windows import WindowBatchSampler
 
 
 class Ledger:
@@ -75,17 +77,12 @@ class SplitLedger(Ledger):
 
 
 class RoundsLedger(Ledger):
-    """The account of batches of one size.
+    """The account of batches of one size, from a sampler that gives as many samples as it says."""
 
-    Args:
-        is_exact: whether the sampler is known to give as many samples as it says.
-    """
-
-    def __init__(self, rounds: Rounds, rank: int, skipped: int = 0, *, is_exact: bool = False) -> None:
+    def __init__(self, rounds: Rounds, rank: int, skipped: int = 0) -> None:
         super().__init__(rounds.unit, rounds.start, skipped)
         self.rounds = rounds
         self.rank = rank
-        self.is_exact = is_exact
 
     @property
     def remainder(self) -> int | None:
@@ -93,8 +90,52 @@ class RoundsLedger(Ledger):
 
     @property
     def length(self) -> int | None:
-        batches = self.rounds.batches(self.rank) if self.is_exact else None
+        batches = self.rounds.batches(self.rank)
         return None if batches is None else max(batches - self.skipped, 0)
+
+    def consumed(self, number: int) -> int:
+        return self.rounds.consumed(number + self.skipped)
+
+    def share(self, number: int) -> Share:
+        return self.rounds.share(self.rank, number + self.skipped - 1)
+
+
+class _Notes:
+    """What a sampler notes of a pass that begins now."""
+
+    def __init__(self, sampler: BatchSamplerShard | WindowBatchSampler) -> None:
+        self._sampler = sampler
+        self._before = sampler.records
+        self._own: Records | None = None
+
+    @property
+    def records(self) -> Records:
+        """The notes of the pass, which the sampler begins when it is opened."""
+        if self._own is None and self._sampler.records is not self._before:
+            self._own = self._sampler.records  # kept: a loader that skips batches of this one has the same sampler
+        return self._own or self._before
+
+
+class CountedLedger(Ledger):
+    """The account of batches of one size, from a sampler that may give more or fewer samples than it says.
+
+    Every round but the last is full, and a loader hands out the last one when it has seen the end of its sampler.
+    """
+
+    def __init__(self, shard: BatchSamplerShard, claimed: Rounds, skipped: int = 0) -> None:
+        super().__init__(claimed.unit, claimed.start, skipped)
+        self.rank = shard.process_index
+        self.notes = _Notes(shard)
+        self.claimed = claimed
+
+    @property
+    def rounds(self) -> Rounds:
+        """The arithmetic of the pass, without a total before the sampler has ended."""
+        return replace(self.claimed, total=self.notes.records.total)
+
+    @property
+    def remainder(self) -> int | None:
+        return self.claimed.remainder if self.notes.records.total is None else self.rounds.remainder
 
     def consumed(self, number: int) -> int:
         return self.rounds.consumed(number + self.skipped)
@@ -108,23 +149,19 @@ class RecordedLedger(Ledger):
 
     def __init__(self, shard: BatchSamplerShard, start: int, skipped: int = 0) -> None:
         super().__init__(0, start, skipped)
-        self.shard = shard
-
-    @property
-    def records(self) -> Records:
-        """The notes of the pass, which the sampler begins when it is opened."""
-        return self.shard.records
+        self.notes = _Notes(shard)
 
     @property
     def remainder(self) -> int | None:
-        return self.records.remainder
+        return self.notes.records.remainder
 
     def consumed(self, number: int) -> int:
-        return self.start + sum(self.records.round_real[: number + self.skipped])
+        return self.start + sum(self.notes.records.round_real[: number + self.skipped])
 
     def share(self, number: int) -> Share:
         index = number + self.skipped - 1
-        return Share(self.records.rows[index], self.records.real[index])
+        records = self.notes.records
+        return Share(records.rows[index], records.real[index])
 
 
 class GroupLedger(Ledger):
@@ -198,12 +235,19 @@ class StreamsLedger(GroupLedger):
 
 
 class WindowLedger(Ledger):
-    """The account of micro-batches that are cut from windows."""
+    """The account of micro-batches that are cut from windows.
 
-    def __init__(self, windows: Windows, rank: int, skipped: int = 0) -> None:
+    Args:
+        counted: the sampler, if it may give more or fewer samples than it says.
+    """
+
+    def __init__(
+        self, windows: Windows, rank: int, skipped: int = 0, counted: WindowBatchSampler | None = None
+    ) -> None:
         super().__init__(0, windows.start, skipped)
-        self.windows = windows
+        self.planned = windows
         self.rank = rank
+        self.notes = None if counted is None else _Notes(counted)
         self.noted: tuple[int, Block] | None = None
 
     @property
@@ -212,6 +256,11 @@ class WindowLedger(Ledger):
 
     def note(self, number: int, note: Any) -> None:
         self.noted = (number, note)
+
+    @property
+    def windows(self) -> Windows:
+        """The arithmetic of the pass; a short window is cut when its sampler has ended, so all before are full."""
+        return self.planned if self.notes is None else replace(self.planned, total=self.notes.records.total)
 
     def _block(self, number: int) -> Block:
         if self.noted is not None and self.noted[0] == number:

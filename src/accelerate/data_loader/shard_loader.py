@@ -17,7 +17,16 @@ from ..collectives.rng import synchronize_rng_states
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .carrier import Counted
 from .iterables import IterableDatasetShard
-from .ledgers import GroupLedger, Ledger, RecordedLedger, RoundsLedger, SplitLedger, StreamsLedger, WindowLedger
+from .ledgers import (
+    CountedLedger,
+    GroupLedger,
+    Ledger,
+    RecordedLedger,
+    RoundsLedger,
+    SplitLedger,
+    StreamsLedger,
+    WindowLedger,
+)
 from .parts import copy_loader, nested_samplers, outer_batch_sampler
 from .position import Position, Trail
 from .sharding import BatchSamplerShard, SkipBatchSampler
@@ -220,7 +229,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _settle_remainder(self) -> None:
         """Set the remainder that is only known at the last batch."""
         ledger = self._ledger
-        if isinstance(ledger, RecordedLedger) and not self._drop_last and ledger.remainder is not None:
+        if isinstance(ledger, (RecordedLedger, CountedLedger)) and not self._drop_last and ledger.remainder is not None:
             self.remainder = ledger.remainder
         elif isinstance(ledger, GroupLedger) and not self._drop_last and ledger.remainder is not None:
             is_unknown = ledger.ready_batches
@@ -317,11 +326,14 @@ def _skipped_by_sampler(loader: Any) -> int:
 
 def _sampler_ledger(sampler: BatchSamplerShard | WindowBatchSampler, start: int, skipped: int) -> Ledger:
     if isinstance(sampler, WindowBatchSampler):
-        return WindowLedger(sampler.plan(start), sampler.process_index, skipped)
+        counted = None if sampler.has_exact_length else sampler
+        return WindowLedger(sampler.plan(start), sampler.process_index, skipped, counted)
     rounds = sampler.rounds(start)
-    if rounds is not None:
-        return RoundsLedger(rounds, sampler.process_index, skipped, is_exact=sampler.has_exact_length)
-    return RecordedLedger(sampler, start, skipped)
+    if rounds is None:
+        return RecordedLedger(sampler, start, skipped)
+    if sampler.has_exact_length:
+        return RoundsLedger(rounds, sampler.process_index, skipped)
+    return CountedLedger(sampler, rounds, skipped)
 
 
 def _rounds_to_drop(loader: Any, start: int, trail: Trail, group_size: int) -> int:

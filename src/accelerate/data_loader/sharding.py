@@ -30,6 +30,11 @@ _EXACT_SAMPLERS = {
 }
 
 
+def gives_what_it_says(sampler: Any) -> bool:
+    """Return whether a sampler surely gives as many samples as its `len` says; a user's own may not."""
+    return type(sampler) in _EXACT_SAMPLERS
+
+
 def check_splittable(batch_size: int | None, num_processes: int) -> None:
     """Refuse to split batches of a size that is unknown or no multiple of the number of processes.
 
@@ -58,11 +63,13 @@ class _Piece(NamedTuple):
 
 
 class Records:
-    """What was handed out in a pass over batches of varying size, three numbers a batch."""
+    """What was handed out in a pass: of batches of varying size three numbers a batch, of others their sum."""
 
     def __init__(self) -> None:
         self.rows, self.real, self.round_real = array("q"), array("q"), array("q")
         self.remainder = 0
+        self.total: int | None = None
+        """Samples of the epoch, if they had to be counted; None until the sampler has ended."""
 
     def add(self, piece: _Piece) -> None:
         """Note one batch."""
@@ -124,8 +131,8 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def has_exact_length(self) -> bool:
-        """Whether the sampler surely gives as many samples as its `len` says; a user's own may not."""
-        return self.has_fixed_size and type(self.batch_sampler.sampler) in _EXACT_SAMPLERS
+        """Whether the number of samples of a pass is known before it."""
+        return self.has_fixed_size and gives_what_it_says(self.batch_sampler.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
@@ -157,14 +164,16 @@ class BatchSamplerShard(BatchSampler):
 
     def iterate(self, start: int = 0, skip: int = 0) -> Iterator[list[int]]:
         """Yield the batches of a pass that begins after `start` global samples and `skip` of one's own batches."""
+        self.records = Records()
         rounds = self.rounds()
         if rounds is None:
-            self.records = Records()
             return islice(self._recorded(start), skip, None)
         start += skip * rounds.unit
-        if self.num_processes == 1 and start == 0:
-            return self.ordering.open(self.batch_sampler, self.epoch)
         batches, first = self._fixed_batches(start, rounds.unit)
+        if not self.has_exact_length:
+            batches = _counted(batches, self.records, start)
+        if self.num_processes == 1 and start == 0:
+            return batches
         return (piece.indices for piece in self._pieces(batches, first))
 
     @property
@@ -264,6 +273,15 @@ class BatchSamplerShard(BatchSampler):
             own += islice(pool, begin + real - count, begin + rows - count)
         if own:
             yield _Piece(own, real, count)
+
+
+def _counted(batches: Iterator[list[int]], records: Records, start: int) -> Iterator[list[int]]:
+    """Pass the batches on, and note at their end how many samples the epoch had."""
+    total = start
+    for batch in batches:
+        total += len(batch)
+        yield batch
+    records.total = total
 
 
 def _batched(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from .carrier import Counted
 from .plan import Block, Windows
 from .samplers import FixedOrder, Ordering, head_and_rest
+from .sharding import Records, gives_what_it_says
 
 
 class WindowBatchSampler(BatchSampler):
@@ -26,32 +28,42 @@ class WindowBatchSampler(BatchSampler):
         self.ordering: Ordering = FixedOrder()
         self.epoch = 0
         self.start = 0
+        self.records = Records()
+
+    @property
+    def has_exact_length(self) -> bool:
+        """Whether the number of samples of a pass is known before it."""
+        return gives_what_it_says(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.plan(0).length
+        return replace(self.windows, total=len(self.sampler)).length
 
     def plan(self, start: int) -> Windows:
-        """Return the arithmetic of a pass that begins after `start` samples."""
-        size = self.windows
-        return Windows(size.size, size.batch_size, size.num_processes, len(self.sampler), size.drop_last, start)
+        """Return the arithmetic of a pass that begins after `start` samples; it has a total if that is sure."""
+        return replace(self.windows, total=len(self.sampler) if self.has_exact_length else None, start=start)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.records = Records()
+        plan = self.plan(self.start)
         if self.start == 0:
-            return self._iterate()
+            return self._iterate(plan, self.records)
         # Opened at once: what the rest of a pass draws for it is put back when the loader has begun to read.
         _, order = head_and_rest(self.sampler, 0, self.start, self.ordering, self.epoch)
-        return self._cut(order)
+        return self._cut(order, plan, self.records)
 
-    def _iterate(self) -> Iterator[list[int]]:
+    def _iterate(self, plan: Windows, records: Records) -> Iterator[list[int]]:
         # Opened at the first index: `RandomSampler` draws its seed there, after the loader has drawn its own.
-        yield from self._cut(head_and_rest(self.sampler, 0, 0, self.ordering, self.epoch)[1])
+        yield from self._cut(head_and_rest(self.sampler, 0, 0, self.ordering, self.epoch)[1], plan, records)
 
-    def _cut(self, order: Iterator[int]) -> Iterator[list[int]]:
-        return (indices for indices, _ in _slices(order, self.plan(self.start), self.process_index))
+    def _cut(self, order: Iterator[int], plan: Windows, records: Records) -> Iterator[list[int]]:
+        for indices, block in _slices(order, plan, self.process_index):
+            if block.window_samples < plan.size:  # the last window
+                records.total = block.begin - block.begin % plan.size + block.window_samples
+            yield indices
 
 
 class WindowDataset(IterableDataset[Any]):

@@ -9,7 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
 
@@ -201,6 +209,111 @@ def test_batches_of_varying_size_are_summed() -> None:
         for loader in loaders:
             loader.seek(Position(0, 3))
         assert sorted(real_samples(loaders)) == list(range(3, 11))
+
+
+class Miscounting(Sampler[int]):
+    """A sampler that gives more or fewer samples than it says, or says nothing."""
+
+    def __init__(self, gives: int, says: int | None) -> None:
+        self.gives, self.says = gives, says
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.gives))
+
+    def __len__(self) -> int:
+        if self.says is None:
+            raise TypeError("nobody knows")
+        return self.says
+
+
+def miscounting(gives: int, says: int | None, count: int, size: int = 2, **options: Any) -> list[Any]:
+    return [
+        prepare_data_loader(
+            DataLoader(range(gives), batch_size=size, sampler=Miscounting(gives, says)),
+            num_processes=count,
+            process_index=rank,
+            **options,
+        )
+        for rank in range(count)
+    ]
+
+
+@given(
+    gives=st.integers(0, 25),
+    says=st.none() | st.integers(0, 25),
+    count=st.integers(1, 3),
+    size=st.integers(1, 3),
+    split=st.booleans(),
+    even=st.booleans(),
+    steps=st.integers(1, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_sampler_that_miscounts_loses_no_sample(
+    gives: int, says: int | None, count: int, size: int, split: bool, even: bool, steps: int
+) -> None:
+    options = {"split_batches": split, "even_batches": even}
+    loaders = miscounting(gives, says, count, size * count if split else size, **options)
+    unit = size * count
+    for loader in loaders:
+        for number, batch in enumerate(loader, start=1):
+            rows, real = loader.share
+            assert rows == len(batch)
+            assert 0 <= real <= rows
+            if not loader.end_of_dataloader:
+                assert loader.position == Position(0, number * unit)
+            elif gives:
+                assert (loader.position, loader.remainder) == (Position(1, 0), gives % unit)
+    assert sorted(real_samples(loaders)) == list(range(gives))
+    if gives > steps * unit:
+        seen = real_samples(loaders, steps)
+        position = loaders[0].position
+        for other in (1, 2):
+            rest = miscounting(gives, says, other)
+            for loader in rest:
+                loader.seek(position)
+            assert sorted(seen + real_samples(rest)) == list(range(gives))
+
+
+@pytest.mark.parametrize("says", [None, 3, 40])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_skipped_of_a_sampler_that_miscounts(says: int | None, workers: int) -> None:
+    whole = [
+        prepare_data_loader(
+            DataLoader(range(15), batch_size=2, sampler=Miscounting(15, says), num_workers=workers),
+            num_processes=2,
+            process_index=rank,
+        )
+        for rank in range(2)
+    ]
+    assert sorted(real_samples(whole)) == list(range(15))
+    rest = [skip_first_batches(loader, 2) for loader in whole]
+    shares = [[(loader.share, loader.position.samples) for _ in loader] for loader in rest]
+    assert shares == [[((2, 2), 12), ((2, 2), 0)], [((2, 2), 12), ((2, 1), 0)]]
+    # What the first pass had handed out is not forgotten with the second.
+    assert [loader._ledger.consumed(4) for loader in whole] == [15, 15]
+
+
+@given(
+    gives=st.integers(1, 25),
+    says=st.none() | st.integers(0, 25),
+    count=st.integers(1, 3),
+    start=st.integers(0, 12),
+    drop_last=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_windows_of_a_sampler_that_miscounts(
+    gives: int, says: int | None, count: int, start: int, drop_last: bool
+) -> None:
+    def passed(sampler: Any) -> list[Any]:
+        seen = []
+        for rank in range(count):
+            base = DataLoader(range(gives), batch_size=2, sampler=sampler, drop_last=drop_last)
+            loader = prepare_data_loader(base, num_processes=count, process_index=rank, global_batch_size=5)
+            loader.seek(Position(0, start))
+            seen += [(batch.tolist(), loader.share, loader.microbatch, loader.position) for batch in loader]
+        return seen
+
+    assert passed(Miscounting(gives, says)) == passed(SequentialSampler(range(gives)))
 
 
 def test_padding_of_an_iterable_is_known() -> None:

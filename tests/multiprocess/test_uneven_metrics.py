@@ -1,0 +1,120 @@
+"""Metrics of rounds in which the processes have different numbers of rows, on real groups of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.support.processes import run_group
+from torch.utils.data import DataLoader, Sampler
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.collectives import ops
+from accelerate.collectives.metrics import gather_for_metrics_rows
+from accelerate.data_loader.plan import Share
+from accelerate.runtime import current
+from accelerate.state import AcceleratorState
+
+pytestmark = pytest.mark.multiprocess
+
+
+def rank() -> int:
+    return current.runtime().rank
+
+
+def world() -> int:
+    return current.runtime().world_size
+
+
+def uneven_batch() -> tuple[list[int], Share]:
+    """Return the sample numbers of this rank's batch of two, and its share; the last rank has one sample only."""
+    numbers = [2 * rank(), 2 * rank() + 1][: 1 if rank() == world() - 1 else 2]
+    return numbers, Share(len(numbers), len(numbers))
+
+
+def drop_what_was_padded_across_processes() -> None:
+    numbers, share = uneven_batch()
+    every = list(range(2 * world() - 1))
+    for per_sample in (1, 3):
+        expected = [number for number in every for _ in range(per_sample)]
+        for width in (1, 300, 100_000):
+            rows = torch.tensor(numbers).repeat_interleave(per_sample)[:, None].repeat(1, width)
+            padded = ops.pad_across_processes(rows, dim=0, pad_index=-1)
+            assert len(padded) == 2 * per_sample
+            pair = gather_for_metrics_rows({"one": padded, "two": [padded.half()]}, share)
+            for found in (gather_for_metrics_rows(padded, share), pair["one"], pair["two"][0]):
+                assert found.shape == (len(expected), width)
+                assert found[:, 0].tolist() == found[:, -1].tolist() == expected
+        mixed = gather_for_metrics_rows({"name": [f"{n}" for n in numbers], "row": padded[:, 0]}, share)
+        assert (mixed["name"], mixed["row"].tolist()) == ([f"{n}" for n in every], expected)
+        listed = gather_for_metrics_rows(padded[:, 0], share, use_gather_object=True)
+        assert [int(row) for row in listed] == expected
+
+
+def keep_all_of_batches_of_different_sizes() -> None:
+    numbers, share = uneven_batch()
+    every = list(range(2 * world() - 1))
+    for per_sample in (1, 2, 4):  # two rows of the last rank are as many as two samples have, and are not padding
+        rows = torch.tensor(numbers).repeat_interleave(per_sample)
+        expected = [number for number in every for _ in range(per_sample)]
+        for width in (1, 300, 100_000):
+            found = gather_for_metrics_rows({"a": rows[:, None].repeat(1, width)}, share)["a"]
+            assert found[:, -1].tolist() == expected
+        assert gather_for_metrics_rows({"a": rows, "b": numbers}, share)["a"].tolist() == expected
+    assert gather_for_metrics_rows(torch.tensor(1.0), share).tolist() == [1.0] * world()
+    odd = gather_for_metrics_rows(torch.arange(3), share)  # no number of rows a sample: not padding of this round
+    assert odd.tolist() == [0, 1, 2] * world()
+
+
+def of_an_uneven_loader_have_every_sample_once() -> None:
+    for split in (False, True):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False, split_batches=split))
+        samples = torch.arange(4 * world() - 1)
+        loader = accelerator.prepare(DataLoader(samples, batch_size=2 * world() if split else 2))
+        padded, as_it_is = [], []
+        for batch in loader:
+            padded += accelerator.gather_for_metrics(accelerator.pad_across_processes(batch, pad_index=-1)).tolist()
+            as_it_is += accelerator.gather_for_metrics(batch).tolist()
+        assert padded == as_it_is == samples.tolist()
+
+
+class Miscounting(Sampler[int]):
+    """A sampler that says another number of samples than it gives."""
+
+    def __init__(self, gives: int, says: int) -> None:
+        self.gives, self.says = gives, says
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.gives))
+
+    def __len__(self) -> int:
+        return self.says
+
+
+def of_a_sampler_that_miscounts_have_every_sample_once() -> None:
+    AcceleratorState._reset_state()
+    accelerator = Accelerator()
+    for gives in (4 * world(), 4 * world() - 1, 2 * world() + 1):
+        for says in (1, 2 * world(), 4 * world(), 20 * world()):
+            samples = torch.arange(gives)
+            loader = accelerator.prepare(DataLoader(samples, batch_size=2, sampler=Miscounting(gives, says)))
+            found: list[int] = []
+            for batch in loader:
+                found += accelerator.gather_for_metrics(batch).tolist()
+            assert found == samples.tolist()
+
+
+CHECKS: list[Callable[[], None]] = [
+    drop_what_was_padded_across_processes,
+    keep_all_of_batches_of_different_sizes,
+    of_an_uneven_loader_have_every_sample_once,
+    of_a_sampler_that_miscounts_have_every_sample_once,
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_metrics(check: Callable[[], None], world_size: int) -> None:
+    run_group(check, world_size, timeout=240)
