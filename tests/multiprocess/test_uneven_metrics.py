@@ -106,15 +106,31 @@ def of_a_sampler_that_miscounts_have_every_sample_once() -> None:
             assert found == samples.tolist()
 
 
+def of_a_dispatched_short_batch_count_each_sample_once() -> None:
+    """Repeat a mean for every row of a full batch, as Trainer does."""
+    for split in (False, True):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True, split_batches=split))
+        rows = 3
+        samples = torch.arange(2.0 * rows * world() + 1)
+        loader = accelerator.prepare(DataLoader(samples, batch_size=rows * world() if split else rows))
+        found: list[float] = []
+        for batch in loader:
+            found += accelerator.gather_for_metrics(batch.mean().repeat(rows)).tolist()
+        assert len(found) == len(samples)
+        assert sum(found) == pytest.approx(samples.sum().item())
+
+
 CHECKS: list[Callable[[], None]] = [
     drop_what_was_padded_across_processes,
     keep_all_of_batches_of_different_sizes,
     of_an_uneven_loader_have_every_sample_once,
     of_a_sampler_that_miscounts_have_every_sample_once,
+    of_a_dispatched_short_batch_count_each_sample_once,
 ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_metrics(check: Callable[[], None], world_size: int) -> None:
-    run_group(check, world_size, timeout=240)
+    run_group(check, world_size)

@@ -31,19 +31,33 @@ class RowShare(Protocol):
     @property
     def real(self) -> int | None: ...
 
+    @property
+    def full(self) -> int | None: ...
+
 
 @dataclass(frozen=True)
 class _Cut:
-    """Takes the padding off the values that hold one row, or k rows, per sample."""
+    """Takes the padding off the values that hold one row, or k rows, per sample.
+
+    A value of a short batch that has the rows of a full one was made with the size of batches in mind, as by
+    `loss.repeat(batch_size)`; it stands for the samples that are there.
+    """
 
     rows: int
     real: int
+    full: int | None = None
+
+    @property
+    def is_short(self) -> bool:
+        return self.full is not None and self.rows < self.full
 
     @property
     def removes(self) -> bool:
         return self.real < self.rows
 
     def __call__(self, value: Any, size: int, path: str) -> Any:
+        if self.is_short and size == self.full:
+            return value[: self.real]
         if not self.removes or size == 0:
             return value
         if size % self.rows == 0:
@@ -82,12 +96,12 @@ def gather_for_metrics_rows(
     runtime = current.runtime()
     cut = _KEEP_ALL
     if share is not None and share.rows is not None and share.real is not None:
-        cut = _Cut(share.rows, share.real)
+        cut = _Cut(share.rows, share.real, share.full)
     if not runtime.is_distributed:
-        return _trimmed(data, cut, use_gather_object) if cut.removes else data
+        return _trimmed(data, cut, use_gather_object) if cut.removes or cut.is_short else data
     if runtime.checked:
         verify("gather_for_metrics")
-    own = _trimmed(data, _Cut(cut.rows, 0) if repeats else cut, use_gather_object)
+    own = _trimmed(data, _Cut(cut.rows, 0, cut.full) if repeats else cut, use_gather_object)
     tensors = _only_tensors(own, use_gather_object)
     heads = communicator().gather_object(_head(tensors, cut))
     rows = _Rows([head.rows for head in heads])

@@ -131,6 +131,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         start, trail = self._take_start()
         ledger = DispatchLedger(start)
         self._ledger = ledger
+        size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
+        full = size // self._place_of(0)[1] if size is not None and self.split_batches else size
         self._forward_epoch(self.iteration)
         device = runtime.device if self.device is None else torch.device(self.device)
         if self._channel is None and runtime.world_size > 1:
@@ -143,7 +145,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             messages = self._lead(start, trail) if runtime.rank == 0 else self._follow()
             for header, batch in messages:
                 self._taken += 1
-                ledger.held = Share(_known(header.rows), _known(header.real))
+                ledger.held = Share(_known(header.rows), _known(header.real), full)
                 ledger.total = header.consumed
                 if header.is_last:
                     self.end_of_dataloader = True

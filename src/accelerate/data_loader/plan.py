@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """What one process holds of a batch: its rows, and how many of the leading ones are real; None if unknown."""
+    """What one process holds of a batch: its rows, and how many of the leading ones are real; None if unknown.
+
+    `full` are the rows of a batch that is not the last, where all processes hold equally many.
+    """
 
     rows: int | None
     real: int | None
+    full: int | None = None
 
 
 class MicroBatch(NamedTuple):
@@ -112,12 +116,13 @@ class Rounds:
 
     def share(self, rank: int, number: int) -> Share:
         """Return what `rank` holds in round `number`, counted from 0."""
+        full = self.rows if self.num_processes == 1 else None
         if self.total is None:
-            return Share(self.rows, self.rows)
+            return Share(self.rows, self.rows, full)
         left = self.total - self.start - number * self.unit
         real = clamp(left - rank * self.rows, 0, self.rows)
         padded = self.even and self.num_processes > 1
-        return Share(self.rows if padded else real, real)
+        return Share(self.rows if padded else real, real, full)
 
 
 class Block(NamedTuple):

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.collectives import ops
 from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mean
 
@@ -18,6 +20,7 @@ from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mea
 class Share:
     rows: int | None
     real: int | None
+    full: int | None = None
 
 
 def test_without_padding_the_value_is_returned() -> None:
@@ -51,6 +54,26 @@ def test_a_leaf_that_does_not_fit_is_kept_and_named_once() -> None:
         assert gather_for_metrics_rows(data, Share(4, 3))["odd"].tolist() == [0, 1, 2, 3, 4]
     assert caught[0].filename == __file__
     assert len(gather_for_metrics_rows(data, Share(4, 3))["odd"]) == 5
+
+
+def test_a_value_made_for_a_full_batch_stands_for_the_rows_of_a_short_one() -> None:
+    share = Share(2, 2, 3)
+    data = {"repeated": torch.ones(3), "rows": torch.arange(2), "pairs": torch.arange(4), "names": ["a", "b", "c"]}
+    found = gather_for_metrics_rows(data, share)
+    assert found["repeated"].tolist() == [1, 1]
+    assert found["rows"].tolist() == [0, 1]
+    assert found["pairs"].tolist() == [0, 1, 2, 3]
+    assert found["names"] == ["a", "b"]
+    assert gather_for_metrics_rows(torch.ones(3), Share(3, 3, 3)).tolist() == [1, 1, 1]
+    assert gather_for_metrics_rows(torch.ones(4), Share(2, 1, 4)).tolist() == [1]
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"split_batches": True}])
+def test_losses_repeated_for_every_sample_count_each_once(options: dict[str, bool]) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    loader: Any = accelerator.prepare(DataLoader(torch.arange(7.0), batch_size=3))
+    losses = [accelerator.gather_for_metrics(batch.mean().repeat(3)).tolist() for batch in loader]
+    assert losses == [[1, 1, 1], [4, 4, 4], [6]]
 
 
 def test_weighted_mean_of_one_process_is_its_value() -> None:
