@@ -54,8 +54,8 @@ unit-tests: $(VENV)/.dev
 	$(PYTEST) -n 2 --dist loadfile -m "not multiprocess" $(GROUP_TESTS:%=--ignore=%)
 
 group-tests: $(VENV)/.dev unit-tests
-	$(PYTEST) $(GROUP_TESTS)
-	$(PYTEST) -m multiprocess $(GROUP_TESTS:%=--ignore=%)
+	$(PYTEST) -n 2 --dist loadfile $(GROUP_TESTS)
+	$(PYTEST) -n 2 --dist loadfile -m multiprocess $(GROUP_TESTS:%=--ignore=%)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
