@@ -10,7 +10,7 @@ from ...parallel.gradients import local
 from ...runtime.torch_private import Piece
 
 # Long enough to use the network well, and little beside the shards of a model that is worth sharding.
-STRETCH_BYTES = 2**25
+STRETCH_BYTES = 2**22
 
 
 class Sender:
