@@ -197,12 +197,12 @@ def uneven(count: int) -> list[Any]:
 
 def test_batches_of_varying_size_are_summed() -> None:
     first, second = uneven(2)
-    assert [(loader.share, loader.position.samples) for loader in [first] for _ in loader] == [
+    assert [(loader.share[:2], loader.position.samples) for loader in [first] for _ in loader] == [
         ((1, 1), 3),
         ((3, 3), 8),
         ((3, 3), 0),
     ]
-    assert [loader.share for loader in [second] for _ in loader] == [(2, 2), (2, 2), (1, 0)]
+    assert [loader.share[:2] for loader in [second] for _ in loader] == [(2, 2), (2, 2), (1, 0)]
     assert second.remainder == 3
     for count in (1, 2, 3):
         loaders = uneven(count)
@@ -256,7 +256,7 @@ def test_a_sampler_that_miscounts_loses_no_sample(
     unit = size * count
     for loader in loaders:
         for number, batch in enumerate(loader, start=1):
-            rows, real = loader.share
+            rows, real = loader.share[:2]
             assert rows == len(batch)
             assert 0 <= real <= rows
             if not loader.end_of_dataloader:
@@ -287,7 +287,7 @@ def test_batches_skipped_of_a_sampler_that_miscounts(says: int | None, workers: 
     ]
     assert sorted(real_samples(whole)) == list(range(15))
     rest = [skip_first_batches(loader, 2) for loader in whole]
-    shares = [[(loader.share, loader.position.samples) for _ in loader] for loader in rest]
+    shares = [[(loader.share[:2], loader.position.samples) for _ in loader] for loader in rest]
     assert shares == [[((2, 2), 12), ((2, 2), 0)], [((2, 2), 12), ((2, 1), 0)]]
     # What the first pass had handed out is not forgotten with the second.
     assert [loader._ledger.consumed(4) for loader in whole] == [15, 15]
