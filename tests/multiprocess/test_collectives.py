@@ -34,6 +34,7 @@ class Pair(NamedTuple):
 class Share:
     rows: int | None
     real: int | None
+    full: int | None = None
 
 
 @dataclass

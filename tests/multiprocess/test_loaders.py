@@ -71,7 +71,7 @@ def cpu() -> None:
 
 def observed(loader: Any) -> list[Any]:
     return [
-        (batch.tolist(), loader.end_of_dataloader, loader.remainder, tuple(loader.share), loader.position.samples)
+        (batch.tolist(), loader.end_of_dataloader, loader.remainder, loader.share[:2], loader.position.samples)
         for batch in loader
     ]
 
