@@ -167,9 +167,15 @@ def fails_beside_the_others() -> tuple[str, bool, list[float]]:
     return raised(attempt), torch.distributed.group.WORLD is before, ranks_met()
 
 
+def _wait(name: str, seconds: float) -> None:
+    """Set how long ranks wait for each other; this process ends with its checks, so nothing is put back."""
+    pytest.MonkeyPatch().setattr(out_of_memory, name, seconds)
+
+
 def fails_while_another_computes(sign: Path) -> str:
     """Fail on rank 1, while rank 0 computes until rank 1 has gone on."""
-    out_of_memory._PATIENCE_SECONDS = out_of_memory._GRACE_SECONDS = 0.1  # type: ignore[misc]
+    _wait("_PATIENCE_SECONDS", 0.1)
+    _wait("_GRACE_SECONDS", 0.1)
     state = PartialState()
 
     @find_executable_batch_size(starting_batch_size=8)
@@ -185,14 +191,14 @@ def fails_while_another_computes(sign: Path) -> str:
 
 
 def all_checks() -> dict[str, Any]:
-    out_of_memory._GRACE_SECONDS = 120.0  # type: ignore[misc]
+    _wait("_GRACE_SECONDS", 120.0)
     found: dict[str, Any] = {
         "shrinks": shrinks_on_all_ranks(),
         "without": without_collectives(),
         "floor": reaches_the_floor(),
         "fault": fails_in_a_collective(),
     }
-    out_of_memory._PATIENCE_SECONDS = 120.0  # type: ignore[misc]
+    _wait("_PATIENCE_SECONDS", 120.0)
     found["pruned"] = is_given_up_on_all_ranks()
     found["beside"] = fails_beside_the_others()
     return found

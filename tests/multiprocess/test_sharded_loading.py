@@ -123,15 +123,20 @@ def test_a_rank_without_weights_holds_its_shards_and_at_most_one_layer() -> None
         assert kept < shard + layer, f"{name}: {kept / MB} MB are kept"
 
 
+def odd_of(accelerator: Accelerator) -> Any:
+    """Return the model with its weights on the first rank, and without memory on the others."""
+    model: Any = Odd()
+    if accelerator.is_main_process:
+        return numbered(model)
+    model.to("meta")
+    model.tied.weight = model.first.weight
+    return model
+
+
 def weights_after_prepare(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dict and what lies outside of the shards on this rank."""
     accelerator = accelerator_of(options, ignored_modules="alone")
-    model: Any = Odd()
-    if accelerator.is_main_process:
-        numbered(model)
-    else:
-        model.to("meta")
-        model.tied.weight = model.first.weight
+    model = odd_of(accelerator)
     model = accelerator.prepare(model)
     whole = accelerator.get_state_dict(model)
     inner = accelerator.unwrap_model(model)
@@ -159,12 +164,7 @@ def test_every_tensor_arrives_whole() -> None:
 def steps_from_meta(options: dict[str, Any], order: str) -> tuple[dict[str, Any], bool]:
     """Train a step with an optimizer that was made before the weights were sent; return the weights."""
     accelerator = accelerator_of(options, ignored_modules="alone")
-    model: Any = Odd()
-    if accelerator.is_main_process:
-        numbered(model)
-    else:
-        model.to("meta")
-        model.tied.weight = model.first.weight
+    model = odd_of(accelerator)
     model.alone.requires_grad_(True)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
     with warnings.catch_warnings():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_END = object()
 
 
 class HelperThread:
@@ -51,17 +51,16 @@ def run_side_by_side(function: Callable[[T], object], items: Iterable[T], num_th
     Raises:
         Exception: What the function raised first; items that no thread had begun are left out then.
     """
-    lock, waiting = threading.Lock(), iter(items)
-    failures: list[BaseException] = []
+    waiting, failures = deque(items), deque[BaseException]()
 
     def work() -> None:
         while not failures:
-            with lock:
-                item = next(waiting, _END)
-            if item is _END:
+            try:
+                item = waiting.popleft()
+            except IndexError:
                 return
             try:
-                function(item)  # type: ignore[arg-type]
+                function(item)
             except BaseException as error:  # noqa: BLE001 - the caller sees it
                 failures.append(error)
 

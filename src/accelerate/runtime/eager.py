@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def eager_only(function: F) -> F:
+def eager_only(function: Callable[P, R]) -> Callable[P, R]:
     """Keep torch.compile out of a function, for instance one that changes the parameters of a module.
 
     `torch.compiler.disable` as a decorator would import the compiler, which takes a second, for everybody.
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        runs = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return runs(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call

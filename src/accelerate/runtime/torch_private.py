@@ -129,10 +129,11 @@ def flat_pieces(unit: torch.nn.Module) -> dict[str, Piece]:
 
     torch 2.9 to 2.13 have no public way to it without gathering the parameters.
     """
-    held = flat_shard(unit)
-    if held is None:
+    handle: Any = getattr(unit, "_handle", None)
+    if handle is None:
         return {}
-    flat: Any = unit._handle.flat_param  # type: ignore[union-attr]
+    flat = handle.flat_param
+    held = flat.data
     return {
         name: Piece(held, info.offset_in_shard or 0, info.intra_param_start_idx or 0, info.numel_in_shard or 0, whole)
         for name, info, whole in zip(flat._fqns, flat._shard_param_infos, flat._numels, strict=True)

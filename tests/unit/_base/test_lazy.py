@@ -19,7 +19,7 @@ def module() -> Iterator[ModuleType]:
     made.__getattr__, made.__dir__ = attach(  # type: ignore[method-assign, assignment]
         NAME, {**by_home({"json": "dumps loads"}), "path_join": "os.path:join"}
     )
-    made.__all__ = starred(["dumps", "loads", "path_join", "_private", "attach"])  # type: ignore[attr-defined]
+    made.__dict__["__all__"] = starred(["dumps", "loads", "path_join", "_private", "attach"])
     sys.modules[NAME] = made
     yield made
     del sys.modules[NAME]
