@@ -16,7 +16,7 @@ from ._base.imports import is_deepspeed_available, is_fp8_available
 from .config import env
 from .config.env import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 from .devices import registry as devices
-from .runtime import current, process_control
+from .runtime import current, process_control, process_group
 from .runtime.gradient_clock import GradientState
 from .runtime.process_control import do_nothing
 from .runtime.start import start
@@ -153,11 +153,9 @@ class ProcessControl:
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the process group, if there is one; a forked worker leaves the default group to its launcher."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
         if group is None and current.PARTIAL.get("fork_launched", False):
             return
-        dist.destroy_process_group(group)
+        process_group.leave(group)
 
 
 class PartialState(ProcessControl):

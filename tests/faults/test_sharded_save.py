@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.processes import free_port, script_environment
+from tests.support.processes import script_environment
 
+from accelerate._base.ports import get_free_port
 from accelerate.checkpointing.catalog import newest_valid
 
 pytestmark = pytest.mark.multiprocess
@@ -45,7 +46,12 @@ def test_a_process_is_killed_while_it_writes_its_shards(tmp_path: Path) -> None:
     folder, script = tmp_path / "checkpoints", tmp_path / "script.py"
     folder.mkdir()
     script.write_text(SCRIPT)
-    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(get_free_port()),
+    }
     members = [
         subprocess.Popen(
             [sys.executable, str(script), str(folder)],

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.processes import free_port, run_group, script_environment
+from tests.support.processes import run_group, script_environment
 
 from accelerate import Accelerator
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.ports import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -45,7 +46,7 @@ c
 def debug(folder: Path, world_size: int, rank: int) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={world_size}", f"--master_port={free_port()}"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={world_size}", f"--master_port={get_free_port()}"]
     return subprocess.run(
         [sys.executable, *(launcher if world_size > 1 else []), str(script), str(folder), str(rank)],
         env=script_environment(),

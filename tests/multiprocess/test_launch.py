@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.launching import launch, launch_command, launch_environment
-from tests.support.processes import free_port
+
+from accelerate._base.ports import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -106,7 +107,7 @@ def test_the_number_asked_for_is_started(script: Path) -> None:
 
 def test_a_module_on_a_port_of_choice(script: Path) -> None:
     done = launch(
-        *("--cpu", "--num_processes", "2", "--main_process_port", str(free_port()), "-m", "train", "x"),
+        *("--cpu", "--num_processes", "2", "--main_process_port", str(get_free_port()), "-m", "train", "x"),
         cwd=script.parent,
     )
     assert done.returncode == 0, done.stderr
@@ -152,7 +153,7 @@ def test_a_failed_group_meets_again_at_a_port_of_choice(tmp_path: Path, failing:
         "    os.kill(os.getpid(), 9)\n"
         "dist.barrier()\nsys.stdout.write('met\\n')\ndist.destroy_process_group()\n"
     )
-    port = str(free_port())
+    port = str(get_free_port())
     done = launch("--cpu", "--num_processes", "2", "--max_restarts", "1", "--main_process_port", port, str(script))
     assert (done.returncode, done.stdout) == (0, "met\n" * 2), done.stderr
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from tests.support.launching import launch, launch_command, launch_environment
-from tests.support.processes import free_port
+
+from accelerate._base.ports import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -66,7 +67,7 @@ def launch_all(runs: list[tuple[list[str], dict[str, str]]], codes: list[int] | 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_machines_meet(meet: Path, backend: str) -> None:
-    port = str(free_port())
+    port = str(get_free_port())
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--rdzv_backend", backend]
     common += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     outputs = launch_all([([*common, "--machine_rank", str(rank), str(meet)], {}) for rank in (0, 1)])
@@ -88,7 +89,7 @@ def test_no_machine_waits_for_one_that_failed_after_the_others_were_done(
         "    time.sleep(2)\n    raise ValueError('late')\ndone.touch()\n"
     )
     common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--rdzv_backend", backend]
-    common += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    common += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
     words = [str(script), "pass"], [str(script), "fail"]
     runs = [([*common, "--machine_rank", str(rank), *words[rank == failing]], {}) for rank in (0, 1)]
     launch_all(runs, codes=[int(rank == failing) for rank in (0, 1)])
@@ -109,14 +110,14 @@ def slurm(task: int, tasks: int, nodes: int) -> dict[str, str]:
 
 
 def test_tasks_of_srun_are_the_workers(meet: Path) -> None:
-    port = str(free_port())
+    port = str(get_free_port())
     words = ["--cpu", "--main_process_port", port, str(meet)]
     outputs = launch_all([(words, slurm(task, 2, 2)) for task in (0, 1)])
     assert outputs == ["met 0 0 [0, 1]\n", "met 1 0 [0, 1]\n"]
 
 
 def test_one_task_a_node_starts_the_share_of_its_node(facts: Path) -> None:
-    words = ["--cpu", "--num_processes", "4", "--main_process_port", str(free_port()), str(facts)]
+    words = ["--cpu", "--num_processes", "4", "--main_process_port", str(get_free_port()), str(facts)]
     outputs = launch_all([(words, slurm(task, 2, 2)) for task in (0, 1)])
     found: list[dict[str, Any]] = [json.loads(line) for output in outputs for line in output.splitlines()]
     assert sorted((int(each["RANK"]), int(each["LOCAL_RANK"])) for each in found) == [(0, 0), (1, 1), (2, 0), (3, 1)]

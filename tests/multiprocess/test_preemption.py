@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tests.support.processes import free_port, run_group
+from tests.support.processes import run_group
 from tests.support.stopping import Run, checkpoints, notes, rows_that_count, until
+
+from accelerate._base.ports import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -149,7 +151,7 @@ def test_a_launcher_that_is_told_to_stop_lets_its_workers_save(tmp_path: Path, n
 
 
 def test_a_signal_to_one_machine_stops_the_other_too(tmp_path: Path) -> None:
-    port = str(free_port())
+    port = str(get_free_port())
     common = [
         "--num_processes",
         "2",

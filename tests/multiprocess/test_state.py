@@ -201,6 +201,21 @@ def test_reset_lets_another_run_start() -> None:
     assert run_group(restart, 2) == [RESTARTED] * 2
 
 
+def models_that_outlive_their_group() -> None:
+    for _ in range(60):
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(1, 1))
+        accelerator.reduce(torch.ones(1))
+        accelerator.end_training()
+        del model, accelerator
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_model_that_goes_after_its_group_does_not_hang() -> None:
+    """The model was the last to hold the group, whose threads may still have had tensors to free."""
+    assert run_group(models_that_outlive_their_group, 2) == [None, None]
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     """torchrun keeps one store for all runs of its workers, so a second group must not read the first one's keys."""
     source = f"""

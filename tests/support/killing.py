@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.processes import close_process_group, forget_inherited_state, free_port
+from tests.support.processes import close_process_group, forget_inherited_state
 from tests.support.training import WEIGHTS, copy_weights, make_data, make_model
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate._base.ports import get_free_port
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 # torch loads a good part of itself when the first optimizer is made: here, once, and not in every process forked later.
@@ -153,7 +154,7 @@ def start_group(
     world_size: int, plan: Plan, folder: Path, *, blocking: bool, resumes: bool, saves_every: int = 1
 ) -> list[Member]:
     """Fork the processes of a run."""
-    port = free_port()
+    port = get_free_port()
     sys.stdout.flush()
     sys.stderr.flush()
     members = []

@@ -7,7 +7,6 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,21 +23,18 @@ from typing import Any, TypeVar
 import torch
 import torch.multiprocessing
 
+from accelerate._base.ports import get_free_port
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_FOR_THE_OTHERS = 2.0
+# Not SIGUSR1: the library listens for that one, and puts back what Python knows of, which a fault handler is not.
+_SHOW_STACK = signal.SIGUSR2
 
 
 class ProcessGroupFailure(AssertionError):
     """A process of the group raised, died or did not end in time."""
-
-
-def free_port() -> int:
-    """Return a TCP port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_group(
@@ -81,7 +77,7 @@ def run_script(
         if path.parent == Path(folder):
             path.write_text(str(path_or_source))
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"]
-        command += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", str(path), *args]
+        command += ["--master_addr=127.0.0.1", f"--master_port={get_free_port()}", str(path), *args]
         return subprocess.run(
             command, env=script_environment(env), timeout=timeout, capture_output=True, text=True, check=False
         )
@@ -112,7 +108,7 @@ class _Member:
     def stack(self) -> str:
         """Ask a process that is still running where it stands."""
         if self.process.pid is not None and self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGUSR1)
+            os.kill(self.process.pid, _SHOW_STACK)
             time.sleep(0.3)
         return Path(self.stack_file).read_text()
 
@@ -131,7 +127,7 @@ def _start(
     function: Callable[..., Any], args: tuple[Any, ...], world_size: int, env: dict[str, str], method: str
 ) -> list[_Member]:
     context = torch.multiprocessing.get_context(method)
-    port = str(free_port())
+    port = str(get_free_port())
     members = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
@@ -163,7 +159,7 @@ def _member_main(
     # The thread pool of a forked parent does not exist in the child: an OpenMP region there would wait for ever.
     torch.set_num_threads(1)
     with open(stack_file, "w") as stream:
-        faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+        faulthandler.register(_SHOW_STACK, file=stream, all_threads=True)
         try:
             forget_inherited_state()
             outcome: tuple[bool, Any] = (True, function(*args))
@@ -173,7 +169,7 @@ def _member_main(
         connection.send_bytes(payload)
         connection.close()
         close_process_group()
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(_SHOW_STACK)
 
 
 def forget_inherited_state() -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
+from random import SystemRandom
 
 _DEFAULT_PORT = 29500
+# Linux hands out ports from 32768 on by default, other systems from 49152 on.
+_LOWEST, _HIGHEST = 20_000, 32_768
+_ATTEMPTS = 20
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
@@ -14,7 +19,16 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """Return a port that is free at this moment."""
+    """Return a port that is free at this moment.
+
+    It lies below those that the system hands out by itself, so that no connection of another program takes it between
+    this moment and its use, and is drawn at random, so that two programs that ask at once get two.
+    """
+    draw = SystemRandom()
+    for _ in range(_ATTEMPTS):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind(("", draw.randrange(_LOWEST, _HIGHEST)))
+            return int(probe.getsockname()[1])
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -8,7 +8,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from .._base.enums import DistributedType, FP8BackendType, RNGType
 from .._base.errors import CheckpointError, ConfigurationError
@@ -18,7 +17,7 @@ from ..config.sections.training import DataLoaderConfiguration, GradientAccumula
 from ..config.settings import KwargsHandler
 from ..parallelism_config import ParallelismConfig
 from ..precision import registry as precisions
-from ..runtime import current, process_control
+from ..runtime import current, process_control, process_group
 from ..runtime.gradient_clock import GradientState
 from ..session.progress import Progress
 from ..session.request import EngineRequest
@@ -341,8 +340,7 @@ class Accelerator(
         with suppress(CheckpointError):  # it was logged
             self.wait_for_save()
         self.free_memory()
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        process_group.leave()
         AcceleratorState._reset_state()
         current.reset()
 

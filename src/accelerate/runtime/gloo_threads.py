@@ -1,8 +1,9 @@
 """Wait until the threads of gloo groups have put down what they worked on.
 
 Such a thread frees the tensors of a collective shortly after the collective is over, and needs the interpreter for that.
-If the interpreter is gone by then, the process aborts ("terminate called without an active exception"); torch 2.13 does
-not wait for these threads while anything, a DDP model say, still holds the group.
+If the interpreter is gone by then, the process aborts ("terminate called without an active exception"); if it waits
+for that thread, as it does when a DDP model goes that was the last to hold the group, both wait for ever. torch 2.13
+sees to neither.
 """
 
 from __future__ import annotations

@@ -50,14 +50,11 @@ def _leave_at_exit(process: int) -> None:
     The group's threads run on in an interpreter that is shutting down, and now and then abort the process there.
     """
 
-    def leave() -> None:
-        if os.getpid() != process:
-            return
-        gloo_threads.settle()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def leave_of_this_process() -> None:
+        if os.getpid() == process:
+            leave()
 
-    atexit.register(leave)
+    atexit.register(leave_of_this_process)
 
 
 def _meet_again(options: dict[str, Any], rank: int, world_size: int) -> None:
@@ -70,6 +67,17 @@ def _meet_again(options: dict[str, Any], rank: int, world_size: int) -> None:
 def can_remake() -> bool:
     """Return whether this library made the group of this process and knows its connections."""
     return bool(current.PARTIAL.get(_SOCKETS))
+
+
+def leave(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy the default group, or this one, if there is any.
+
+    A model that was wrapped for the group holds it alive. When that model goes, the interpreter waits for the group's
+    threads; one of them that still has a tensor to free would wait for the interpreter, for ever.
+    """
+    gloo_threads.settle()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def store() -> Store:
@@ -91,8 +99,7 @@ def hang_up() -> None:
 def remake() -> None:
     """Replace the default group by a new one of the same processes; every process must call it."""
     runtime = current.runtime()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
     before = _open_sockets()
     _meet_again(current.PARTIAL[_OPTIONS], runtime.rank, runtime.world_size)
     current.PARTIAL[_SOCKETS] = _open_sockets() - before

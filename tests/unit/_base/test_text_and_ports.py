@@ -66,6 +66,7 @@ def test_recursive_getattr() -> None:
 def test_ports() -> None:
     port = get_free_port()
     assert not is_port_in_use(port)
+    assert port < 32_768, "the system hands out the ports from there on to any connection"
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.support.processes import free_port, script_environment
+from tests.support.processes import script_environment
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.ports import get_free_port
 from accelerate.commands import estimate
 from accelerate.commands.accelerate_cli import run
 from accelerate.commands.estimate_source import find_model
@@ -270,7 +271,7 @@ def test_what_the_hub_refuses_is_one_line(hub: str, tmp_path: Path, name: str, m
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
-    done = ask(f"http://127.0.0.1:{free_port()}", tmp_path, "owner/tiny")
+    done = ask(f"http://127.0.0.1:{get_free_port()}", tmp_path, "owner/tiny")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "the Hub cannot be asked" in done.stderr
 
