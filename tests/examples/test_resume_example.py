@@ -21,7 +21,7 @@ def kill_after(step: int, log: Path, *arguments: str) -> None:
     """Start the example on one process and kill it once it has logged a step."""
     command = [sys.executable, str(EXAMPLES / "resume.py"), "--losses", str(log), *arguments]
     with subprocess.Popen(command, env=script_environment(), stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not log.exists() or log.read_text().count("\n") < step:
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline

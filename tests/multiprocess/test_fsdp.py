@@ -150,7 +150,7 @@ def save_with_a_broken_object(folder: str) -> dict[str, str]:
 
 
 def test_a_rank_that_fails_before_it_writes_shards_stops_the_others(tmp_path: Path) -> None:
-    for said in run_group(save_with_a_broken_object, 2, str(tmp_path), timeout=120):
+    for said in run_group(save_with_a_broken_object, 2, str(tmp_path)):
         assert len(said) == 4
         assert all("Rank 0" in text and "no state today" in text for text in said.values())
     assert not any(tmp_path.iterdir())

@@ -63,7 +63,7 @@ def test_one_process_takes_the_place_of_the_launcher(script: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     [facts] = facts_of(output)
     assert process.returncode == 0
     assert facts["pid"] == process.pid

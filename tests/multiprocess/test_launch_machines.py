@@ -57,7 +57,7 @@ def launch_all(runs: list[tuple[list[str], dict[str, str]]], codes: list[int] | 
         for words, env in runs
     ]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -94,7 +94,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     found: list[Any] = []
     first = 0
     for world_size, plans in CHAINS:
-        found.append(run_group(steps, world_size, str(folder), plans, first, timeout=280))
+        found.append(run_group(steps, world_size, str(folder), plans, first))
         first += len(plans)
     return [losses for group in found for losses in [group[0]]]
 

@@ -105,7 +105,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
     folder: Path = tmp_path_factory.mktemp("notebook")
     client = nbclient.NotebookClient(
-        notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=600, allow_errors=True, resources={"metadata": {"path": str(folder)}}
     )
     client.execute(env=script_environment({"ACCELERATE_USE_CPU": "true"}))
     return Page(dict(zip(CELLS, notebook.cells, strict=True)))

@@ -206,7 +206,7 @@ def all_checks() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_group(all_checks, 2, timeout=240)
+    return run_group(all_checks, 2)
 
 
 def check_shrinking(results: list[dict[str, Any]]) -> None:
@@ -246,7 +246,7 @@ def check_failures(results: list[dict[str, Any]]) -> None:
 
 
 def test_three_ranks() -> None:
-    found = run_group(all_checks, 3, timeout=240)
+    found = run_group(all_checks, 3)
     check_shrinking([result["shrinks"] for result in found])
     check_failures(found)
 
@@ -273,6 +273,6 @@ def test_another_error_stops_all_ranks_and_leaves_them_a_group(found: list[dict[
 
 
 def test_an_error_is_not_kept_back_for_a_rank_that_computes(tmp_path: Path) -> None:
-    found = run_group(fails_while_another_computes, 2, tmp_path / "sign", timeout=240)
+    found = run_group(fails_while_another_computes, 2, tmp_path / "sign")
     assert found[1] == "KeyError: 'missing'"
     assert found[0].startswith("UsageError: Inside find_executable_batch_size rank 1 failed with KeyError: 'missing'")

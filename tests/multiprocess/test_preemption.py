@@ -49,7 +49,7 @@ def stop_at_random(seed: int, rounds: int) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_stop_at_the_same_step_however_the_signal_comes(world_size: int) -> None:
-    first, *others = run_group(stop_at_random, world_size, world_size, 6, timeout=200)
+    first, *others = run_group(stop_at_random, world_size, world_size, 6)
     assert others == [first] * (world_size - 1)
     # One answer a step, however often it is read; and every round ended with a step of its own.
     assert all(same for _, same in first)
@@ -84,7 +84,7 @@ def train_on_uneven_inputs() -> tuple[int, int, int]:
 
 
 def test_a_rank_that_ran_out_of_batches_counts_the_updates_of_the_run() -> None:
-    first, second = run_group(train_on_uneven_inputs, 2, timeout=200)
+    first, second = run_group(train_on_uneven_inputs, 2)
     assert first == second
     assert first[0] == 3
 
@@ -106,12 +106,12 @@ def evaluate_until_told() -> tuple[int, bool]:
 
 
 def test_an_evaluation_can_ask_by_a_collective() -> None:
-    assert run_group(evaluate_until_told, 2, timeout=200) == [(4, True), (4, True)]
+    assert run_group(evaluate_until_told, 2) == [(4, True), (4, True)]
 
 
 def test_sigterm_to_one_rank_while_the_other_is_in_evaluation(tmp_path: Path) -> None:
     # Steps that take their time: the ranks must have agreed before the last one, on a busy machine too.
-    run = Run(tmp_path, "--num_processes", "2", words=["evaluate=0@5", "pause=0.3"])
+    run = Run(tmp_path, "--num_processes", "2", words=["evaluate=0@5", "pause=0.5"])
     run.await_file("evaluating", "pid-1")
     os.kill(run.pid_of(1), signal.SIGTERM)
     (tmp_path / "go").touch()
@@ -129,7 +129,7 @@ def test_sigterm_to_one_rank_while_the_other_is_in_evaluation(tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_launcher_that_is_told_to_stop_lets_its_workers_save(tmp_path: Path, number: signal.Signals) -> None:
     # A restart that was left must not start what was stopped anew.
-    words = ["pause=0.2", "workers=1"]  # the workers of the loader must not be hit
+    words = ["pause=0.5", "workers=1"]  # the workers of the loader must not be hit
     run = Run(tmp_path, "--num_processes", "2", "--max_restarts", "2", words=words)
     run.await_file("running-0", "running-1")
     run.process.send_signal(number)
@@ -162,7 +162,7 @@ def test_a_signal_to_one_machine_stops_the_other_too(tmp_path: Path) -> None:
         "--main_process_port",
         port,
     ]
-    runs = [Run(tmp_path, *common, "--machine_rank", str(rank), words=["pause=0.2"]) for rank in (0, 1)]
+    runs = [Run(tmp_path, *common, "--machine_rank", str(rank), words=["pause=0.5"]) for rank in (0, 1)]
     runs[0].await_file("running-0", "running-1")
     runs[1].process.send_signal(signal.SIGTERM)
     ends = [run.wait() for run in runs]

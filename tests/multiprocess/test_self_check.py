@@ -46,7 +46,7 @@ def self_check(*words: str, customised: Path | None = None) -> subprocess.Comple
     if customised is not None:
         environment["PYTHONPATH"] = f"{customised}:{environment['PYTHONPATH']}"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
 def verdicts(output: str) -> dict[str, str]:

@@ -110,7 +110,7 @@ def run_on(machines: tuple[str, str], words: list[list[str]]) -> list[subprocess
         for machine, arguments in zip(machines, words, strict=True)
     ]
     try:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

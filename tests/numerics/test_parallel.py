@@ -182,7 +182,7 @@ def everything(world_size: int) -> dict[str, Any]:
 @cache
 def _started(world_size: int) -> list[dict[str, Any]] | ProcessGroupFailure:
     try:
-        return run_group(everything, world_size, world_size, timeout=560)
+        return run_group(everything, world_size, world_size)
     except ProcessGroupFailure as failure:
         return failure
 

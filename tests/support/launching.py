@@ -56,7 +56,7 @@ def launch(*arguments: str, env: Mapping[str, str] | None = None, cwd: Any = Non
         launch_command(*arguments),
         env=launch_environment(env),
         cwd=cwd,
-        timeout=300,
+        timeout=600,
         capture_output=True,
         text=True,
         check=False,

@@ -33,7 +33,8 @@ rows = torch.arange(24.0).reshape(24, 1)
 workers = int(words.get("workers", 0))
 loader = DataLoader(rows, batch_size=4 // accelerator.num_processes, shuffle=True, num_workers=workers)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-(here / f"pid-{rank}").write_text(str(os.getpid()))
+(here / f"pid-{rank}.part").write_text(str(os.getpid()))
+(here / f"pid-{rank}.part").rename(here / f"pid-{rank}")
 
 def note(kind, **facts):
     with (here / f"log-{rank}").open("a") as stream:
@@ -103,7 +104,7 @@ class Run:
     def wait(self) -> tuple[int, str]:
         """Return the exit code and what was written to the error stream."""
         try:
-            _, errors = self.process.communicate(timeout=200)
+            _, errors = self.process.communicate(timeout=600)
         finally:
             self.process.kill()
         return self.process.returncode, errors
@@ -117,7 +118,7 @@ class Run:
         return int((self.folder / f"pid-{rank}").read_text())
 
 
-def until(condition: Callable[[], bool], seconds: float = 200) -> None:
+def until(condition: Callable[[], bool], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -23,7 +23,7 @@ def check(path: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
+        timeout=600,
     )
 
 

@@ -15,7 +15,7 @@ def test_every_item_is_done_once(num_threads: int) -> None:
 
 
 def test_threads_work_at_the_same_time() -> None:
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=120)
     run_side_by_side(lambda _: together.wait(), range(3), 3)
     assert not together.broken
 

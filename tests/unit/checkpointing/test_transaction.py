@@ -117,5 +117,5 @@ def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> No
         accelerator.save_state(sys.argv[1], blocking=False)
         """
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "state")], check=True, timeout=200)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "state")], check=True, timeout=600)
     assert inspect(tmp_path / "state", checksums=True).is_valid

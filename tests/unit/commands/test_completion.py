@@ -42,7 +42,7 @@ def ask_bash(script: Path, *words: str) -> list[str]:
         "spec=${spec##*-F }\n${spec%% *}\n"
         'for reply in "${COMPREPLY[@]}"; do printf "%s\\n" "$reply"; done'
     )
-    done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.split()
 
@@ -103,7 +103,7 @@ class Zsh:
         os.write(self.terminal, text.encode())
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        text, end = "", time.monotonic() + 60
+        text, end = "", time.monotonic() + 600
         while time.monotonic() < end:
             if select.select([self.terminal], [], [], 0.2)[0]:
                 text += os.read(self.terminal, 65536).decode(errors="replace")

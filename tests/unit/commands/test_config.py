@@ -46,7 +46,7 @@ def test_a_place_that_cannot_be_written_is_one_line(path: str, capsys: pytest.Ca
 def test_a_default_place_that_cannot_be_written_is_one_line() -> None:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "default"]
     with patch_environment(hf_home="/proc/none"):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "'/proc/none/accelerate/default_config.yaml' cannot be written" in done.stderr
 

@@ -17,7 +17,9 @@ from accelerate.commands.env import env_command, env_command_parser
 
 def run(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "env", *words]
-    return subprocess.run(command, env=launch_environment(env), capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        command, env=launch_environment(env), capture_output=True, text=True, check=False, timeout=600
+    )
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ class Terminal:
         self.path = path
         arguments = [*COMMAND[1:], "config", "--config_file", str(path)]
         self.child: Any = pexpect.spawn(
-            COMMAND[0], arguments, env=environ, dimensions=(70, 150), timeout=120, encoding="utf-8"
+            COMMAND[0], arguments, env=environ, dimensions=(70, 150), timeout=600, encoding="utf-8"
         )
 
     def sees(self, text: str) -> None:
