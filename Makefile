@@ -18,7 +18,8 @@ PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --cons
 
 # Tests that start groups of processes run alone: on a small machine two groups at a time would slow each other down.
 GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/examples tests/faults)
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Hundreds of programs are started: each would compile the package again where no bytecode is kept.
+PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
 .PHONY: demo test check bench docs format clean unit-tests group-tests

@@ -22,7 +22,8 @@ from ..runtime.memory import clear_device_cache, should_reduce_batch_size
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
-_PATIENCE_SECONDS = 2.0
+_PATIENCE_SECONDS = 0.5
+"""How long a rank that ran out of memory waits for the others to do so too, before it breaks the group."""
 _GRACE_SECONDS = 10.0
 """How long a rank that failed waits, once it has hung up, for the others to come out of their collectives."""
 
