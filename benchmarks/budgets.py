@@ -293,18 +293,18 @@ CASES = (
         for variant, label in (("fp32", "fp32"), ("accumulation", "accumulation 4"), ("bf16", "bf16"))
     ),
     *(
-        Case("loader", "A batch", Script("loader.py", ("--kind", kind)), ratio_lines(f"loader, {label}"))
+        Case(
+            "loader",
+            "A batch",
+            # Two loaders are never equally fast in one process, least of all with workers: many processes say more.
+            Script("loader.py", ("--kind", kind, "--rounds", "12"), sessions=7),
+            ratio_lines(f"loader, {label}", is_paired=True),
+        )
         for kind, label in (
             ("tensors", "TensorDataset, batch 32"),
             ("dicts", "dicts, default collate"),
+            ("workers", "dicts, two workers"),
         )
-    ),
-    Case(
-        "loader",
-        "A batch",
-        # Two sets of worker processes are never equally fast: one pair of them says little, seven say more.
-        Script("loader.py", ("--kind", "workers", "--rounds", "12"), sessions=7),
-        ratio_lines("loader, dicts, two workers", is_paired=True),
     ),
     Case("ddp", "DDP", Script("ddp.py", processes=2), ratio_lines("DDP on two processes over hand-written DDP")),
     Case(
