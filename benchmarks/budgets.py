@@ -56,7 +56,7 @@ def step_lines(label: str) -> Callable[[Results], Iterator[Line]]:
 
 
 def ratio_lines(label: str, *, is_paired: bool = False) -> Callable[[Results], Iterator[Line]]:
-    """Read a ratio to plain PyTorch: of the medians, or the median over the rounds where single rounds are uneven."""
+    """Read a ratio to plain PyTorch: of the quiet rounds of both, or the median over the pairs of rounds."""
 
     def ratio(samples: Samples) -> float:
         return samples.paired_ratio("accelerate") if is_paired else samples.ratio("accelerate")

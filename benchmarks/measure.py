@@ -72,8 +72,9 @@ class Samples:
     def paired_ratio(self, name: str, base: str = "plain") -> float:
         """Return the median over the rounds of what `name` took, divided by what `base` took in the same round.
 
-        For loops that wait for another process: how fast a round can be is then a matter of luck, and the fastest tenth
-        of two equal loops differ by 4 %. The two loops of one round meet the same state of the machine.
+        For loops that wait for another process, or whose speed is a matter of where their memory lies: how fast a round
+        can be is then a matter of luck, and the fastest tenth of two equal loops differ by 4 %. The two loops of one round
+        meet the same state of the machine.
         """
         pairs = zip(self.series[name], self.series[base], strict=True)
         return statistics.median(value / other for value, other in pairs)
