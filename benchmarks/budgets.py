@@ -55,21 +55,16 @@ def step_lines(label: str) -> Callable[[Results], Iterator[Line]]:
     return read
 
 
-def ratio_lines(label: str, *, is_paired: bool = False) -> Callable[[Results], Iterator[Line]]:
-    """Read a ratio to plain PyTorch: of the quiet rounds of both, or the median over the pairs of rounds."""
-
-    def ratio(samples: Samples) -> float:
-        return samples.paired_ratio("accelerate") if is_paired else samples.ratio("accelerate")
-
+def paired_lines(label: str) -> Callable[[Results], Iterator[Line]]:
     def read(results: Results) -> Iterator[Line]:
-        ours, other = ratio(results[OURS]), results.get(REFERENCE)
+        ours, other = results[OURS].paired_ratio("accelerate"), results.get(REFERENCE)
         yield Line(
             label=label,
             unit="x",
             budget="<= 1.03 x",
             ours=ours,
             passed=ours <= 1.03,
-            reference=ratio(other) if other else None,
+            reference=other.paired_ratio("accelerate") if other else None,
             others=(("plain, µs", results[OURS].median("plain")),),
         )
 
@@ -298,7 +293,7 @@ CASES = (
             "A batch",
             # Two loaders are never equally fast in one process, least of all with workers: many processes say more.
             Script("loader.py", ("--kind", kind, "--rounds", "12"), sessions=7),
-            ratio_lines(f"loader, {label}", is_paired=True),
+            paired_lines(f"loader, {label}"),
         )
         for kind, label in (
             ("tensors", "TensorDataset, batch 32"),
@@ -306,13 +301,13 @@ CASES = (
             ("workers", "dicts, two workers"),
         )
     ),
-    Case("ddp", "DDP", Script("ddp.py", processes=2), ratio_lines("DDP on two processes over hand-written DDP")),
+    Case("ddp", "DDP", Script("ddp.py", processes=2), paired_lines("DDP on two processes over hand-written DDP")),
     Case(
         "fsdp",
         "FSDP2",
         # The reference shards on accelerators only.
         Script("fsdp.py", processes=2, only_ours=True),
-        ratio_lines("FSDP2 on two processes over hand-written FSDP2", is_paired=True),
+        paired_lines("FSDP2 on two processes over hand-written FSDP2"),
     ),
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
     *(

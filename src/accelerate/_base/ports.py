@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
-from random import SystemRandom
 
 _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
@@ -24,11 +24,12 @@ def get_free_port() -> int:
     It lies below those that the system hands out by itself, so that no connection of another program takes it between
     this moment and its use, and is drawn at random, so that two programs that ask at once get two.
     """
-    draw = SystemRandom()
     for _ in range(_ATTEMPTS):
+        # Not by the module random: the launcher would load it for this alone, and a seed must not choose the port.
+        port = _LOWEST + int.from_bytes(os.urandom(4), "big") % (_HIGHEST - _LOWEST)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.bind(("", draw.randrange(_LOWEST, _HIGHEST)))
-            return int(probe.getsockname()[1])
+            probe.bind(("", port))
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -123,8 +123,7 @@ class TrackingMixin:
         self._has_ended = True
         # Each of these runs, the last one first, also when one before it fails: the others must not wait for ever.
         with ExitStack() as steps:
-            if dist.is_available() and dist.is_initialized():
-                steps.callback(self.state.destroy_process_group)
+            steps.callback(self.state.destroy_process_group)
             accelerator: Any = self
             steps.callback(accelerator._stop_listening)
             if dist.is_available() and dist.is_initialized():
