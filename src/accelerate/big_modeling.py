@@ -9,24 +9,24 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ._base.errors import ConfigurationError
-from .config.sections.plugins_quantization import BnbQuantizationConfig
-from .devices import registry
-from .hooks.align import AlignDevicesHook, SkipKeys
-from .hooks.attach import attach_align_device_hook
-from .hooks.base import add_hook_to_module
-from .hooks.casting import attach_layerwise_casting_hooks
-from .hooks.dispatch import first_accelerator, guard_moves, hook_device_map, weights_of_offloaded
-from .hooks.whole_model import CpuOffload, UserCpuOffloadHook
-from .offload import bnb, weight_only
-from .offload.device_map import check_device_map, without_overlap
-from .offload.empty import init_empty_weights, init_on_device
-from .offload.loading import load_checkpoint_in_model
-from .offload.made_map import make_device_map
-from .offload.places import DISK, META, Place, as_device
-from .offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
-from .offload.tensors import TiedCache
-from .offload.ties import find_tied_parameters, on_host, shared_weights
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig
+from accelerate.devices import registry
+from accelerate.hooks.align import AlignDevicesHook, SkipKeys
+from accelerate.hooks.attach import attach_align_device_hook
+from accelerate.hooks.base import add_hook_to_module
+from accelerate.hooks.casting import attach_layerwise_casting_hooks
+from accelerate.hooks.dispatch import first_accelerator, guard_moves, hook_device_map, weights_of_offloaded
+from accelerate.hooks.whole_model import CpuOffload, UserCpuOffloadHook
+from accelerate.offload import bnb, weight_only
+from accelerate.offload.device_map import check_device_map, without_overlap
+from accelerate.offload.empty import init_empty_weights, init_on_device
+from accelerate.offload.loading import load_checkpoint_in_model
+from accelerate.offload.made_map import make_device_map
+from accelerate.offload.places import DISK, META, Place, as_device
+from accelerate.offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
+from accelerate.offload.tensors import TiedCache
+from accelerate.offload.ties import find_tied_parameters, on_host, shared_weights
 
 __all__ = [
     "attach_layerwise_casting_hooks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._base.errors import (
+from accelerate._base.errors import (
     AccelerateError,
     CheckpointError,
     ConfigurationError,

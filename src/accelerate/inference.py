@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ._base.errors import ConfigurationError
-from .collectives import communicator
-from .offload.places import Place
-from .parallel.pipeline import cuts
-from .parallel.pipeline.run import Pipeline, find_batch_size
-from .runtime import current
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives import communicator
+from accelerate.offload.places import Place
+from accelerate.parallel.pipeline import cuts
+from accelerate.parallel.pipeline.run import Pipeline, find_batch_size
+from accelerate.runtime import current
 
 __all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
 

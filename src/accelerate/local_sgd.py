@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import Self
 
-from ._base.errors import ConfigurationError
-from .collectives import communicator
-from .strategies.base import Strategy
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives import communicator
+from accelerate.strategies.base import Strategy
 
 
 class ReplicaTrainer(Protocol):

@@ -7,9 +7,9 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from ._base.errors import UsageError
-from .config import env
-from .runtime import current, process_control
+from accelerate._base.errors import UsageError
+from accelerate.config import env
+from accelerate.runtime import current, process_control
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ._base.errors import ConfigurationError
-from .precision.scaler import SharedGradScaler
-from .runtime import current
-from .runtime.gradient_clock import GradientState
-from .session.progress import Progress
+from accelerate._base.errors import ConfigurationError
+from accelerate.precision.scaler import SharedGradScaler
+from accelerate.runtime import current
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.session.progress import Progress
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:

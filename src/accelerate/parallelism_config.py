@@ -6,15 +6,15 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ._base.errors import ConfigurationError
-from .config import env
-from .config.sections.plugins_parallel import (
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.config.sections.plugins_parallel import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchPipelineParallelConfig,
     TorchTensorParallelConfig,
 )
-from .parallel.mesh import build_mesh, submesh
+from accelerate.parallel.mesh import build_mesh, submesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from ._base.warn_once import warn_once
-from .runtime import current
-from .runtime.gradient_clock import GradientState
+from accelerate._base.warn_once import warn_once
+from accelerate.runtime import current
+from accelerate.runtime.gradient_clock import GradientState
 
 
 class SteppingOptimizer(Protocol):

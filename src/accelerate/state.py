@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ._base.enums import DistributedType, PrecisionType
-from ._base.errors import ConfigurationError
-from ._base.imports import is_deepspeed_available, is_fp8_available
-from .config import env
-from .config.env import get_int_from_env, parse_choice_from_env, parse_flag_from_env
-from .devices import registry as devices
-from .runtime import current, process_control, process_group
-from .runtime.gradient_clock import GradientState
-from .runtime.process_control import do_nothing
-from .runtime.start import start
-from .session.request import EngineRequest
-from .strategies import registry as strategies
+from accelerate._base.enums import DistributedType, PrecisionType
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import is_deepspeed_available, is_fp8_available
+from accelerate.config import env
+from accelerate.config.env import get_int_from_env, parse_choice_from_env, parse_flag_from_env
+from accelerate.devices import registry as devices
+from accelerate.runtime import current, process_control, process_group
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.process_control import do_nothing
+from accelerate.runtime.start import start
+from accelerate.session.request import EngineRequest
+from accelerate.strategies import registry as strategies
 
 __all__ = [
     "AcceleratorState",

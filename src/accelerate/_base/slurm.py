@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 
-from .errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError
 
 
 def tasks_of_nodes(counts: str) -> list[int]:

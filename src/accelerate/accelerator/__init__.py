@@ -1,5 +1,5 @@
 """The `Accelerator`: the one object a training loop talks to."""
 
-from .core import Accelerator
+from accelerate.accelerator.core import Accelerator
 
 __all__ = ["Accelerator"]

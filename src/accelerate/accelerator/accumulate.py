@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .training import TrainingMixin
+    from accelerate.accelerator.training import TrainingMixin
 
 
 class Accumulate:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from .._base.errors import ConfigurationError, WrongTypeError
-from .._base.warn_once import warn_once
-from ..config import env
-from ..config.sections.dynamo import TorchDynamoPlugin
-from ..config.sections.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from ..config.sections.handlers import (
+from accelerate._base.errors import ConfigurationError, WrongTypeError
+from accelerate._base.warn_once import warn_once
+from accelerate.config import env
+from accelerate.config.sections.dynamo import TorchDynamoPlugin
+from accelerate.config.sections.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.sections.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-from ..config.sections.training import DataLoaderConfiguration, GradientAccumulationPlugin
-from ..config.settings import KwargsHandler
+from accelerate.config.sections.training import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.config.settings import KwargsHandler
 
 H = TypeVar("H", bound=KwargsHandler)
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .._base.errors import CheckpointError, ConfigurationError
-from ..checkpointing import catalog, names
-from ..checkpointing.catalog import CheckpointInfo
-from ..checkpointing.checkpointer import Checkpointer
-from ..checkpointing.manifest import Facts, Manifest
-from ..checkpointing.parts import (
+from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate.accelerator.window import AccumulationWindow
+from accelerate.checkpointing import catalog, names
+from accelerate.checkpointing.catalog import CheckpointInfo
+from accelerate.checkpointing.checkpointer import Checkpointer
+from accelerate.checkpointing.manifest import Facts, Manifest
+from accelerate.checkpointing.parts import (
     CustomPart,
     ModelPart,
     Part,
@@ -27,14 +28,13 @@ from ..checkpointing.parts import (
     WeightsPart,
     WindowPart,
 )
-from ..checkpointing.parts.objects import check_custom_count
-from ..checkpointing.state_folder import load_options
-from ..config.sections.training import DataLoaderConfiguration, ProjectConfiguration
-from ..runtime import current
-from ..runtime.gradient_clock import GradientState
-from ..session.progress import Progress
-from ..strategies.base import Strategy
-from .window import AccumulationWindow
+from accelerate.checkpointing.parts.objects import check_custom_count
+from accelerate.checkpointing.state_folder import load_options
+from accelerate.config.sections.training import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.runtime import current
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.session.progress import Progress
+from accelerate.strategies.base import Strategy
 
 _LOG = logging.getLogger(__name__)
 _LATEST = "latest"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..collectives import metrics, ops
-from ..parallel.mesh import axis_rank
-from ..runtime.gradient_clock import GradientState
-from ..state import AcceleratorState
+from accelerate.collectives import metrics, ops
+from accelerate.parallel.mesh import axis_rank
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.state import AcceleratorState
 
 
 class CollectingMixin:

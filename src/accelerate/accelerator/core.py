@@ -9,34 +9,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._base.enums import DistributedType, FP8BackendType, RNGType
-from .._base.errors import CheckpointError, ConfigurationError
-from .._base.warn_once import warn_once
-from ..config.sections.dynamo import TorchDynamoPlugin
-from ..config.sections.training import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from ..config.settings import KwargsHandler
-from ..parallelism_config import ParallelismConfig
-from ..precision import registry as precisions
-from ..runtime import current, process_control, process_group
-from ..runtime.gradient_clock import GradientState
-from ..session.progress import Progress
-from ..session.request import EngineRequest
-from ..state import AcceleratorState, ProcessControl, resolve_precision
-from ..strategies import registry as strategies
-from ..strategies.base import StrategyContext
-from .assembly import judge_accumulation, judge_dynamo, judge_loaders, sort_handlers
-from .checkpoints import CheckpointMixin
-from .collecting import CollectingMixin
-from .exporting import ExportMixin
-from .parallelism import ParallelismMixin
-from .preparing import PreparingMixin
-from .progressing import ProgressMixin
-from .tracking import TrackingMixin
-from .training import TrainingMixin
-from .window import AccumulationWindow
+from accelerate._base.enums import DistributedType, FP8BackendType, RNGType
+from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.accelerator.assembly import judge_accumulation, judge_dynamo, judge_loaders, sort_handlers
+from accelerate.accelerator.checkpoints import CheckpointMixin
+from accelerate.accelerator.collecting import CollectingMixin
+from accelerate.accelerator.exporting import ExportMixin
+from accelerate.accelerator.parallelism import ParallelismMixin
+from accelerate.accelerator.preparing import PreparingMixin
+from accelerate.accelerator.progressing import ProgressMixin
+from accelerate.accelerator.tracking import TrackingMixin
+from accelerate.accelerator.training import TrainingMixin
+from accelerate.accelerator.window import AccumulationWindow
+from accelerate.config.sections.dynamo import TorchDynamoPlugin
+from accelerate.config.sections.training import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from accelerate.config.settings import KwargsHandler
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision import registry as precisions
+from accelerate.runtime import current, process_control, process_group
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.session.progress import Progress
+from accelerate.session.request import EngineRequest
+from accelerate.state import AcceleratorState, ProcessControl, resolve_precision
+from accelerate.strategies import registry as strategies
+from accelerate.strategies.base import StrategyContext
 
 if TYPE_CHECKING:
-    from ..tracking import GeneralTracker
+    from accelerate.tracking import GeneralTracker
 
 __all__ = ["Accelerator"]
 

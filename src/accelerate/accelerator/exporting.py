@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..checkpointing.export import open_folder, save_weights, weights_of
-from ..checkpointing.files import save
-from ..config.sections.training import ProjectConfiguration
-from ..offload.offloaded import get_state_dict_offloaded_model, offloaded_weights
-from ..parallel.unwrap import extract_model_from_parallel
-from ..runtime import current
-from ..strategies.base import Strategy
+from accelerate.checkpointing.export import open_folder, save_weights, weights_of
+from accelerate.checkpointing.files import save
+from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.offload.offloaded import get_state_dict_offloaded_model, offloaded_weights
+from accelerate.parallel.unwrap import extract_model_from_parallel
+from accelerate.runtime import current
+from accelerate.strategies.base import Strategy
 
 
 class ExportMixin:

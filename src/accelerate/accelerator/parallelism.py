@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .._base.errors import UsageError
-from .._base.warn_once import warn_once
-from ..parallel.mesh import axis_rank
-from ..parallelism_config import ParallelismConfig
-from ..state import AcceleratorState
+from accelerate._base.errors import UsageError
+from accelerate._base.warn_once import warn_once
+from accelerate.parallel.mesh import axis_rank
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 
 
 class ParallelismMixin:
@@ -96,7 +96,7 @@ class ParallelismMixin:
         if config is None or not config.cp_enabled:
             warn_once("maybe_context_parallel does nothing, because cp_size is 1: every rank has whole sequences.")
             return nullcontext()
-        from ..parallel.context import split_sequences
+        from accelerate.parallel.context import split_sequences
 
         return split_sequences(
             self.torch_device_mesh["cp"],

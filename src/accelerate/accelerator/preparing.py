@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from .._base.errors import ConfigurationError
-from .._base.warn_once import warn_once
-from ..config import env
-from ..config.sections.training import DataLoaderConfiguration
-from ..data_loader import prepare_data_loader, skip_first_batches
-from ..optimizer import AcceleratedOptimizer
-from ..parallel.unwrap import extract_model_from_parallel, is_prepared_inside
-from ..runtime import current
-from ..runtime.gradient_clock import GradientState
-from ..runtime.memory import clear_device_cache
-from ..scheduler import AcceleratedScheduler
-from ..session.bundle import Bundle, Kind
-from ..session.following import follow
-from ..session.progress import Progress
-from ..state import AcceleratorState
-from ..strategies.base import Strategy
-from .window import AccumulationWindow
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.accelerator.window import AccumulationWindow
+from accelerate.config import env
+from accelerate.config.sections.training import DataLoaderConfiguration
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside
+from accelerate.runtime import current
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.memory import clear_device_cache
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.session.bundle import Bundle, Kind
+from accelerate.session.following import follow
+from accelerate.session.progress import Progress
+from accelerate.state import AcceleratorState
+from accelerate.strategies.base import Strategy
 
 _MARK = "_is_accelerate_prepared"
 
@@ -179,7 +179,7 @@ class PreparingMixin:
 
     def _check_loader(self, loader: Any) -> None:
         if self.dataloader_config.split_batches and self.global_batch_size is None:
-            from ..data_loader.sharding import check_splittable
+            from accelerate.data_loader.sharding import check_splittable
 
             check_splittable(getattr(loader, "batch_size", None), self.strategy.data_shard()[1])
 

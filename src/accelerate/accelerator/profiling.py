@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .._base.constants import PROFILE_PATTERN_NAME
-from ..config.sections.handlers import ProfileKwargs
-from ..runtime import current, process_control
+from accelerate._base.constants import PROFILE_PATTERN_NAME
+from accelerate.config.sections.handlers import ProfileKwargs
+from accelerate.runtime import current, process_control
 
 
 @contextmanager

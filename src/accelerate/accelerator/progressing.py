@@ -8,16 +8,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._base.errors import ConfigurationError
-from .._base.stopping import EXIT_CODE
-from .._base.warn_once import warn_once
-from ..collectives import communicator
-from ..config import env
-from ..config.sections.training import ProjectConfiguration
-from ..optimizer import AcceleratedOptimizer
-from ..runtime import current
-from ..session.progress import Progress
-from ..watch.preemption import Preemption, ignore_signals
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.stopping import EXIT_CODE
+from accelerate._base.warn_once import warn_once
+from accelerate.collectives import communicator
+from accelerate.config import env
+from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.runtime import current
+from accelerate.session.progress import Progress
+from accelerate.watch.preemption import Preemption, ignore_signals
 
 _LOG = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class ProgressMixin:
                 "resume() was called and project_dir is None, so it is unknown where the checkpoints are. Write "
                 "Accelerator(project_dir=...), or load one by its path with load_state(...)."
             )
-        from ..checkpointing.catalog import newest_valid
+        from accelerate.checkpointing.catalog import newest_valid
 
         found: list[tuple[bool, str]] = [(False, "")]
         if current.runtime().rank == 0:

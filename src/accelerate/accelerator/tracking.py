@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .._base.errors import ConfigurationError
-from ..config.sections.training import ProjectConfiguration
-from ..runtime import current
-from ..state import AcceleratorState
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.runtime import current
+from accelerate.state import AcceleratorState
 
 if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
-    from ..tracking import GeneralTracker
-    from ..tracking.registry import Chosen
+    from accelerate.tracking import GeneralTracker
+    from accelerate.tracking.registry import Chosen
 
 
 class TrackingMixin:
@@ -30,7 +30,7 @@ class TrackingMixin:
         """Return the trackers that `log_with` names and that can be used here."""
         if log_with is None:
             return []
-        from ..tracking import filter_trackers
+        from accelerate.tracking import filter_trackers
 
         return filter_trackers(log_with, self.project_configuration.logging_dir)
 
@@ -66,7 +66,7 @@ class TrackingMixin:
                 tracker.store_init_configuration(config)
 
     def _make_tracker(self, entry: Chosen, project_name: str, init_kwargs: dict[str, dict[str, Any]]) -> GeneralTracker:
-        from ..tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
         if isinstance(entry, GeneralTracker):
             return entry
@@ -91,7 +91,7 @@ class TrackingMixin:
             if tracker.name == str(name):
                 return tracker.tracker if unwrap else tracker
         if not self.trackers:
-            from ..tracking.base import BlankTracker
+            from accelerate.tracking.base import BlankTracker
 
             return BlankTracker(str(name))
         raise ConfigurationError(

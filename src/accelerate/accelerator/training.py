@@ -11,20 +11,20 @@ import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from .._base.errors import ConfigurationError, UsageError
-from .._base.warn_once import warn_once
-from ..collectives import communicator
-from ..config.sections.handlers import AutocastKwargs, ProfileKwargs
-from ..optimizer import AcceleratedOptimizer
-from ..precision.base import Precision
-from ..runtime import current, debugger
-from ..runtime.gradient_clock import GradientState
-from ..runtime.torch_private import is_unscaled, rearm_reducer
-from ..session.progress import Progress
-from ..strategies.base import Strategy
-from .accumulate import Accumulate
-from .profiling import run_profile
-from .window import AccumulationWindow
+from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.warn_once import warn_once
+from accelerate.accelerator.accumulate import Accumulate
+from accelerate.accelerator.profiling import run_profile
+from accelerate.accelerator.window import AccumulationWindow
+from accelerate.collectives import communicator
+from accelerate.config.sections.handlers import AutocastKwargs, ProfileKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.precision.base import Precision
+from accelerate.runtime import current, debugger
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.torch_private import is_unscaled, rearm_reducer
+from accelerate.session.progress import Progress
+from accelerate.strategies.base import Strategy
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .._base.errors import UsageError
-from ..collectives import communicator
-from ..runtime import current
-from ..strategies.base import Strategy
+from accelerate._base.errors import UsageError
+from accelerate.collectives import communicator
+from accelerate.runtime import current
+from accelerate.strategies.base import Strategy
 
 _COUNTS = ("length", "_items", "_unit", "_factor", "_backwards")
 

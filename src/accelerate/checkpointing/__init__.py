@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._base.lazy import attach, by_home
+from accelerate._base.lazy import attach, by_home
 
 if TYPE_CHECKING:
-    from .state_folder import load_accelerator_state as load_accelerator_state
-    from .state_folder import load_custom_state as load_custom_state
-    from .state_folder import save_accelerator_state as save_accelerator_state
-    from .state_folder import save_custom_state as save_custom_state
+    from accelerate.checkpointing.state_folder import load_accelerator_state as load_accelerator_state
+    from accelerate.checkpointing.state_folder import load_custom_state as load_custom_state
+    from accelerate.checkpointing.state_folder import save_accelerator_state as save_accelerator_state
+    from accelerate.checkpointing.state_folder import save_custom_state as save_custom_state
 else:
     _HOMES = {
         "accelerate.checkpointing.state_folder": (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..collectives import Communicator, SoloCommunicator, TorchDistCommunicator
-from ..runtime import current
+from accelerate.collectives import Communicator, SoloCommunicator, TorchDistCommunicator
+from accelerate.runtime import current
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from .._base.choice import Choice
-from .._base.errors import CheckpointError, ConfigurationError
-from . import names, sealed, staging
-from .manifest import Facts, Manifest
+from accelerate._base.choice import Choice
+from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import names, sealed, staging
+from accelerate.checkpointing.manifest import Facts, Manifest
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,21 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from .._base.choice import Choice
-from .._base.errors import CheckpointError
-from ..collectives import communicator
-from ..config.sections.training import ProjectConfiguration
-from ..runtime import current
-from .background import PendingSave, background_communicator
-from .catalog import CheckpointInfo, newest_valid
-from .folder import StagedFolder
-from .manifest import Facts, Manifest
-from .parts import later
-from .parts.base import LoadOptions, Part
-from .parts.host_copy import host_buffers
-from .reading import BrokenCheckpoint, Reading
-from .team import Team
-from .transaction import Transaction
+from accelerate._base.choice import Choice
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.background import PendingSave, background_communicator
+from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.manifest import Facts, Manifest
+from accelerate.checkpointing.parts import later
+from accelerate.checkpointing.parts.base import LoadOptions, Part
+from accelerate.checkpointing.parts.host_copy import host_buffers
+from accelerate.checkpointing.reading import BrokenCheckpoint, Reading
+from accelerate.checkpointing.team import Team
+from accelerate.checkpointing.transaction import Transaction
+from accelerate.collectives import communicator
+from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.runtime import current
 
 _LOG = logging.getLogger(__name__)
 Collect = Callable[[Path], Sequence[Part]]

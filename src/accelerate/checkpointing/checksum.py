@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy
 
-from .._base import pages
+from accelerate._base import pages
 
 _COLUMNS, _ROWS = 509, 64
 _SEGMENT = _COLUMNS * _ROWS * 8

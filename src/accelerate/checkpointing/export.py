@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._base.errors import CheckpointError, ConfigurationError, UsageError, WrongTypeError
-from ..offload.loading import COMPILED
-from ..offload.offloaded import OffloadedWeight, offloaded_weights
-from ..offload.sizes import convert_file_size_to_int
-from ..offload.tensors import identity_in_memory
-from .files import shared_names, tell_dropped_names
-from .folder import StagedFolder
-from .remote_folder import RemoteFolder, is_address
-from .weight_folder import SAFETENSORS, TORCH, LocalFolder, WeightFolder, WeightFormat
+from accelerate._base.errors import CheckpointError, ConfigurationError, UsageError, WrongTypeError
+from accelerate.checkpointing.files import shared_names, tell_dropped_names
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.remote_folder import RemoteFolder, is_address
+from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, LocalFolder, WeightFolder, WeightFormat
+from accelerate.offload.loading import COMPILED
+from accelerate.offload.offloaded import OffloadedWeight, offloaded_weights
+from accelerate.offload.sizes import convert_file_size_to_int
+from accelerate.offload.tensors import identity_in_memory
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch.serialization import safe_globals
 
-from .._base.errors import WrongTypeError
-from .._base.warn_once import warn_once
-from ..offload.tensors import identity_in_memory
-from ..runtime import current
+from accelerate._base.errors import WrongTypeError
+from accelerate._base.warn_once import warn_once
+from accelerate.offload.tensors import identity_in_memory
+from accelerate.runtime import current
 
 TORCH_SAFE_GLOBALS: list[Any] = [
     # What a pickled numpy random state is made of.

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import torch
 
-from . import safetensors_file
-from .checksum import Checksum, checksum
-from .helper_thread import HelperThread
-from .manifest import FileRecord
-from .staging import sync
+from accelerate.checkpointing import safetensors_file
+from accelerate.checkpointing.checksum import Checksum, checksum
+from accelerate.checkpointing.helper_thread import HelperThread
+from accelerate.checkpointing.manifest import FileRecord
+from accelerate.checkpointing.staging import sync
 
 _OVERLAP_FROM = 2**20
 """Pieces of this size are summed in a second thread while they are written."""

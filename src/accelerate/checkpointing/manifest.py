@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .._base.errors import CheckpointError
-from .checksum import checksum
-from .names import MANIFEST
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.checksum import checksum
+from accelerate.checkpointing.names import MANIFEST
 
 VERSION = 1
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from .._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from .._base.errors import ConfigurationError
-from ..runtime import current
-from ..runtime.process_control import barrier
-from . import safetensors_file
-from .sharded import METADATA, WholeTensors, is_sharded
-from .staging import sync
+from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate._base.errors import ConfigurationError
+from accelerate.checkpointing import safetensors_file
+from accelerate.checkpointing.sharded import METADATA, WholeTensors, is_sharded
+from accelerate.checkpointing.staging import sync
+from accelerate.runtime import current
+from accelerate.runtime.process_control import barrier
 
 _SHOWN = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .._base import constants
+from accelerate._base import constants
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"

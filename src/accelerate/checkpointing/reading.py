@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._base.errors import CheckpointError
-from . import sealed
-from .helper_thread import HelperThread
-from .manifest import Manifest, Problem
-from .parts.base import LoadOptions, Part
-from .team import Failure, Team
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import sealed
+from accelerate.checkpointing.helper_thread import HelperThread
+from accelerate.checkpointing.manifest import Manifest, Problem
+from accelerate.checkpointing.parts.base import LoadOptions, Part
+from accelerate.checkpointing.team import Failure, Team
 
 
 class BrokenCheckpoint(CheckpointError):

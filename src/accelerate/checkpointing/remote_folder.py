@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._base.errors import ConfigurationError, MissingPackageError
-from .._base.imports import require
-from .weight_folder import WeightFormat, index_into, index_text, new_stage_name, stale_names
+from accelerate._base.errors import ConfigurationError, MissingPackageError
+from accelerate._base.imports import require
+from accelerate.checkpointing.weight_folder import WeightFormat, index_into, index_text, new_stage_name, stale_names
 
 
 def is_address(save_directory: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from .._base.errors import WrongTypeError
+from accelerate._base.errors import WrongTypeError
 
 _DTYPES = {
     torch.float64: "F64",

@@ -11,9 +11,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from .._base.errors import CheckpointError
-from . import names, staging
-from .manifest import Manifest
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import names, staging
+from accelerate.checkpointing.manifest import Manifest
 
 _SEALED = f"{names.HIDDEN}sealed"
 

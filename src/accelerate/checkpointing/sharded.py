@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from .names import HIDDEN
+from accelerate.checkpointing.names import HIDDEN
 
 _MARK = ".partial-"
 _OWNED = re.compile(rf".*{re.escape(_MARK)}.+-\d+-[0-9a-f]+")

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from .._base.errors import WrongTypeError
-from ..runtime import current
-from .folder import StagedFolder
-from .parts import (
+from accelerate._base.errors import WrongTypeError
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts import (
     CustomPart,
     LoaderPart,
     LoadOptions,
@@ -30,6 +29,7 @@ from .parts import (
     SchedulerPart,
     WeightsPart,
 )
+from accelerate.runtime import current
 
 FilePath = str | PathLike[str]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .._base.errors import CheckpointError
-from ..collectives.base import Communicator
-from ..runtime.topology import Topology
+from accelerate._base.errors import CheckpointError
+from accelerate.collectives.base import Communicator
+from accelerate.runtime.topology import Topology
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from .._base import pages
-from .files import load
+from accelerate._base import pages
+from accelerate.checkpointing.files import load
 
 _WORTH_IT = 32 * 2**20
 """The size of a file in bytes from which on threads are started for it."""

@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from .._base.errors import CheckpointError
-from . import sealed, staging
-from .folder import StagedFolder, record_of
-from .manifest import Facts, FileRecord, Manifest
-from .names import MANIFEST
-from .team import Failure, Team
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import sealed, staging
+from accelerate.checkpointing.folder import StagedFolder, record_of
+from accelerate.checkpointing.manifest import Facts, FileRecord, Manifest
+from accelerate.checkpointing.names import MANIFEST
+from accelerate.checkpointing.team import Failure, Team
 
 _NOT_SAVED = "saved; nothing was published, and earlier ones are untouched"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from .._base.errors import CheckpointError
-from .catalog import CheckpointInfo
-from .manifest import Manifest
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.catalog import CheckpointInfo
+from accelerate.checkpointing.manifest import Manifest
 
 
 def verified(checkpoint: CheckpointInfo, advance: Callable[[int], object] = lambda size: None) -> CheckpointInfo:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import psutil
 
-from .._base import constants
-from .staging import sync
+from accelerate._base import constants
+from accelerate.checkpointing.staging import sync
 
 STAGE_PREFIX = ".accelerate-save-"
 """How the names of stages begin. It is not how those of checkpoints do: an index may point into a stage for a while, so

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..runtime import current
-from .base import Communicator
-from .solo import SoloCommunicator
-from .torch_dist import TorchDistCommunicator
+from accelerate.collectives.base import Communicator
+from accelerate.collectives.solo import SoloCommunicator
+from accelerate.collectives.torch_dist import TorchDistCommunicator
+from accelerate.runtime import current
 
 __all__ = ["Communicator", "SoloCommunicator", "TorchDistCommunicator", "communicator"]
 

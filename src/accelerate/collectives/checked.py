@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._base.errors import DistributedOperationException
-from ..runtime import current
-from . import communicator
-from .call_site import user_line
-from .containers import leaves
+from accelerate._base.errors import DistributedOperationException
+from accelerate.collectives import communicator
+from accelerate.collectives.call_site import user_line
+from accelerate.collectives.containers import leaves
+from accelerate.runtime import current
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._base.errors import WrongTypeError
-from .._base.warn_once import warn_once
-from ..runtime import current
-from . import communicator
-from .call_site import user_stacklevel
-from .checked import verify
-from .containers import children, is_namedtuple, leaves, rebuilt
-from .nested import find_device, recursively_apply, send_to_device
-from .packing import Spec, is_packable, pack, packed_size, spec_of, unpack
+from accelerate._base.errors import WrongTypeError
+from accelerate._base.warn_once import warn_once
+from accelerate.collectives import communicator
+from accelerate.collectives.call_site import user_stacklevel
+from accelerate.collectives.checked import verify
+from accelerate.collectives.containers import children, is_namedtuple, leaves, rebuilt
+from accelerate.collectives.nested import find_device, recursively_apply, send_to_device
+from accelerate.collectives.packing import Spec, is_packable, pack, packed_size, spec_of, unpack
+from accelerate.runtime import current
 
 
 class RowShare(Protocol):

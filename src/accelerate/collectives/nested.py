@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base.errors import ConfigurationError, WrongTypeError
-from .containers import children, honor_type, is_dataclass_instance, is_namedtuple, leaves, rebuilt
+from accelerate._base.errors import ConfigurationError, WrongTypeError
+from accelerate.collectives.containers import (
+    children,
+    honor_type,
+    is_dataclass_instance,
+    is_namedtuple,
+    leaves,
+    rebuilt,
+)
 
 __all__ = [
     "TensorInformation",

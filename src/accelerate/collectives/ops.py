@@ -14,16 +14,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._base.errors import ConfigurationError, DistributedOperationException, UsageError, WrongTypeError
-from .._base.imports import require
-from .._base.warn_once import warn_once
-from ..runtime import current
-from . import communicator
-from .base import ReduceOp
-from .call_site import user_stacklevel
-from .checked import chained_operation, verify, verify_operation
-from .containers import is_namedtuple, leaves
-from .nested import (
+from accelerate._base.errors import ConfigurationError, DistributedOperationException, UsageError, WrongTypeError
+from accelerate._base.imports import require
+from accelerate._base.warn_once import warn_once
+from accelerate.collectives import communicator
+from accelerate.collectives.base import ReduceOp
+from accelerate.collectives.call_site import user_stacklevel
+from accelerate.collectives.checked import chained_operation, verify, verify_operation
+from accelerate.collectives.containers import is_namedtuple, leaves
+from accelerate.collectives.nested import (
     TensorInformation,
     concatenate,
     convert_to_fp32,
@@ -43,8 +42,9 @@ from .nested import (
     send_to_device,
     slice_tensors,
 )
-from .outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
-from .packing import gather_all
+from accelerate.collectives.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+from accelerate.collectives.packing import gather_all
+from accelerate.runtime import current
 
 __all__ = [
     "TENSOR_INT_TO_DTYPE",

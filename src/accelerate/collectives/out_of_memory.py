@@ -14,10 +14,10 @@ from typing import Any, TypeVar, overload
 
 from torch._C._distributed_c10d import Store
 
-from .._base.errors import ConfigurationError, UsageError
-from ..runtime import current, process_group
-from ..runtime.gradient_clock import GradientState
-from ..runtime.memory import clear_device_cache, should_reduce_batch_size
+from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate.runtime import current, process_group
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.memory import clear_device_cache, should_reduce_batch_size
 
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .nested import convert_to_fp32
+from accelerate.collectives.nested import convert_to_fp32
 
 
 class ConvertOutputsToFp32:

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import numpy
 import torch
 
-from .._base.enums import RNGType
-from .._base.errors import ConfigurationError
-from ..devices import registry
-from ..runtime import current
-from . import communicator
+from accelerate._base.enums import RNGType
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives import communicator
+from accelerate.devices import registry
+from accelerate.runtime import current
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import ReduceOp
+from accelerate.collectives.base import ReduceOp
 
 
 class SoloCommunicator:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.errors import UsageError, WrongTypeError
-from .base import ReduceOp
+from accelerate._base.errors import UsageError, WrongTypeError
+from accelerate.collectives.base import ReduceOp
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Torch 2.13 renamed the function, and warns under the old name.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from .._base.errors import AccelerateError
+from accelerate._base.errors import AccelerateError
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(_help())
         return 0 if name else 1
     if name in {"--version", "version"}:
-        from .. import __version__
+        from accelerate import __version__
 
         sys.stdout.write(f"{__version__}\n")
         return 0

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._base.errors import ConfigurationError
-from .._base.text import convert_bytes
-from ..checkpointing import staging
-from ..checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus
-from ..checkpointing.verification import verified
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.text import convert_bytes
+from accelerate.checkpointing import staging
+from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus
+from accelerate.checkpointing.verification import verified
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .accelerate_cli import SubCommand, present
+from accelerate.commands.accelerate_cli import SubCommand, present
 
 # What a program of its own starts.
 _PROGRAMS = ("accelerate-launch", "accelerate-config", "accelerate-estimate-memory", "accelerate-merge-weights")
@@ -299,7 +299,7 @@ _WRITERS = {"bash": _bash, "zsh": _zsh}
 
 def main() -> None:
     """Print it, as a program of its own."""
-    from .accelerate_cli import find, run_command
+    from accelerate.commands.accelerate_cli import find, run_command
 
     sys.exit(run_command(find("completion"), sys.argv[1:]))
 

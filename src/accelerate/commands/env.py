@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from .._base.errors import ConfigurationError
-from ..config import env
-from ..config.cli import spellings
-from ..config.files import default_config_file, load_config_from_file
-from ..config.files.locations import current_default_file
-from ..config.files.reading import ConfigFileNotFoundError, read_config_file
-from ..devices.availability import (
+from accelerate import __version__
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.config.cli import spellings
+from accelerate.config.files import default_config_file, load_config_from_file
+from accelerate.config.files.locations import current_default_file
+from accelerate.config.files.reading import ConfigFileNotFoundError, read_config_file
+from accelerate.devices.availability import (
     is_mlu_available,
     is_mps_available,
     is_musa_available,
@@ -28,7 +28,7 @@ from ..devices.availability import (
     is_sdaa_available,
     is_xpu_available,
 )
-from ..devices.machine import detect
+from accelerate.devices.machine import detect
 
 __all__ = [
     "default_config_file",
@@ -167,7 +167,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _what_torch_says() -> dict[str, Any]:
     import torch
 
-    from ..devices import registry
+    from accelerate.devices import registry
 
     chosen = registry.default()
     backend = chosen.value
@@ -209,7 +209,7 @@ def _nested(values: Mapping[str, Any], indent: str) -> list[str]:
 
 def main() -> int:
     """Show it, as a program of its own."""
-    from .accelerate_cli import find, run_command
+    from accelerate.commands.accelerate_cli import find, run_command
 
     return run_command(find("env"), sys.argv[1:])
 

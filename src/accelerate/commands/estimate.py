@@ -9,10 +9,19 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .._base.errors import ConfigurationError
-from .._base.text import convert_bytes
-from ..config.cli import spellings
-from ..offload.estimate import (
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.text import convert_bytes
+from accelerate.commands.estimate_plan import add_plan_options, plan_as_json, plan_table
+from accelerate.commands.estimate_source import (
+    Found,
+    add_timm_hub_prefix,
+    check_has_model,
+    create_empty_model,
+    find_model,
+    verify_on_hub,
+)
+from accelerate.config.cli import spellings
+from accelerate.offload.estimate import (
     DTYPE_BITS,
     TRAINABLE_DTYPES,
     Model,
@@ -20,15 +29,6 @@ from ..offload.estimate import (
     in_layout,
     per_rank,
     training_memory,
-)
-from .estimate_plan import add_plan_options, plan_as_json, plan_table
-from .estimate_source import (
-    Found,
-    add_timm_hub_prefix,
-    check_has_model,
-    create_empty_model,
-    find_model,
-    verify_on_hub,
 )
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def _ranks(dtype: str, num_processes: int, ways: dict[str, TrainingMemory]) -> T
 
 def main() -> None:
     """Run the program `accelerate-estimate-memory`."""
-    from .accelerate_cli import find, run_command
+    from accelerate.commands.accelerate_cli import find, run_command
 
     sys.exit(run_command(find("estimate-memory"), sys.argv[1:]))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .._base.errors import ConfigurationError
-from .._base.text import convert_bytes
-from ..config.cli import spellings
-from ..offload.estimate import DTYPE_BITS, Model
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.text import convert_bytes
+from accelerate.config.cli import spellings
+from accelerate.offload.estimate import DTYPE_BITS, Model
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..offload.where import Part
+    from accelerate.offload.where import Part
 
 STORED = "stored"
 
@@ -66,8 +66,8 @@ def plan_table(args: argparse.Namespace, model: Model) -> Table:
 
 
 def _plan(args: argparse.Namespace, model: Model) -> tuple[dict[int | str, int], list[Part]]:
-    from ..offload.memory import get_max_memory
-    from ..offload.where import plan_parts
+    from accelerate.offload.memory import get_max_memory
+    from accelerate.offload.where import plan_parts
 
     limits = get_max_memory(_given(args.max_memory))
     return limits, plan_parts(model, limits, None if args.plan == STORED else args.plan)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._base.errors import AccelerateError, ConfigurationError, MissingPackageError
-from .._base.imports import is_timm_available, is_transformers_available, require
-from ..offload.estimate import Model
-from ..offload.inventory import is_weights, read_json, read_tensors, tensors_of_model, weight_files
+from accelerate._base.errors import AccelerateError, ConfigurationError, MissingPackageError
+from accelerate._base.imports import is_timm_available, is_transformers_available, require
+from accelerate.offload.estimate import Model
+from accelerate.offload.inventory import is_weights, read_json, read_tensors, tensors_of_model, weight_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -191,7 +191,7 @@ def create_empty_model(
 
 
 def _transformers_model(model_name: str, trust_remote_code: bool, token: str | None) -> nn.Module:
-    from ..big_modeling import init_empty_weights
+    from accelerate.big_modeling import init_empty_weights
 
     transformers: Any = require("transformers", why="Building a model from a configuration of Transformers")
     config = transformers.AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code, token=token)
@@ -208,7 +208,7 @@ def _transformers_model(model_name: str, trust_remote_code: bool, token: str | N
 
 
 def _timm_model(model_name: str) -> nn.Module:
-    from ..big_modeling import init_empty_weights
+    from accelerate.big_modeling import init_empty_weights
 
     timm = _timm()
     path = Path(model_name)

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..launch.command import shell_words
-from ..launch.origins import is_default
-from ..launch.plan import LaunchPlan
+from accelerate.launch.command import shell_words
+from accelerate.launch.origins import is_default
+from accelerate.launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 _SECRET = ("secret", "password", "token", "access_key")
 _MODES = {

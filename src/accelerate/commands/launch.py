@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .._base.errors import ConfigurationError
-from ..config import env
-from ..config.cli import add_launch_arguments
-from ..config.resolve import resolve
-from ..config.run_config import RunConfig
-from ..devices.machine import detect
-from ..launch import deepspeed, elastic, simple, tpu
-from ..launch.command import check_script
-from ..launch.plan import LaunchPlan
-from ..launch.registry import choose, make_plan
-from ..launch.run import run
-from ..launch.site import here
-from .help import MORE, CustomHelpFormatter, clean_option, options_to_group
+from accelerate._base.errors import ConfigurationError
+from accelerate.commands.help import MORE, CustomHelpFormatter, clean_option, options_to_group
+from accelerate.config import env
+from accelerate.config.cli import add_launch_arguments
+from accelerate.config.resolve import resolve
+from accelerate.config.run_config import RunConfig
+from accelerate.devices.machine import detect
+from accelerate.launch import deepspeed, elastic, simple, tpu
+from accelerate.launch.command import check_script
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.registry import choose, make_plan
+from accelerate.launch.run import run
+from accelerate.launch.site import here
 
 __all__ = [
     "CustomHelpFormatter",
@@ -206,7 +206,7 @@ def _launch(args: argparse.Namespace, *, in_place: bool) -> None:
     site = here(tuple(getattr(args, "typed_arguments", ())))
     plan = make_plan(config, site)
     if getattr(args, "explain", False):
-        from .explain import explain
+        from accelerate.commands.explain import explain
 
         explain(config, plan, choose(config, site).reason, verbose=getattr(args, "verbose", False))
         return
@@ -231,7 +231,7 @@ def _no_sagemaker(place: str) -> ConfigurationError:
 
 def main() -> None:
     """Run the program `accelerate-launch`."""
-    from .accelerate_cli import find, leave, run_command
+    from accelerate.commands.accelerate_cli import find, leave, run_command
 
     leave(lambda: run_command(find("launch"), sys.argv[1:]))
 

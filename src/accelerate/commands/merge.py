@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..config.cli import spellings
+from accelerate.config.cli import spellings
 
 __all__ = ["main", "merge_command", "merge_command_parser"]
 
@@ -44,7 +44,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def merge_command(args: argparse.Namespace) -> None:
     """Merge, and say where the file is."""
-    from ..checkpointing.merging import merge_fsdp_weights
+    from accelerate.checkpointing.merging import merge_fsdp_weights
 
     merge_fsdp_weights(
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
@@ -54,7 +54,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the program `accelerate-merge-weights`."""
-    from .accelerate_cli import find, run_command
+    from accelerate.commands.accelerate_cli import find, run_command
 
     sys.exit(run_command(find("merge-weights"), sys.argv[1:]))
 

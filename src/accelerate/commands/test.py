@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._base.lazy import attach, by_home
-from ..config.cli import spellings
+from accelerate._base.lazy import attach, by_home
+from accelerate.config.cli import spellings
 
 # Imported when they are read: this folder and the test helpers stand side by side.
 __getattr__, __dir__ = attach(
@@ -57,7 +57,7 @@ def test_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: If the options cannot work, alone or together.
     """
-    from .launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command, launch_command_parser
 
     parser = launch_command_parser()
     parser.prog = "accelerate test"
@@ -70,7 +70,7 @@ def test_command(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run it, as a program of its own."""
-    from .accelerate_cli import find, run_command
+    from accelerate.commands.accelerate_cli import find, run_command
 
     sys.exit(run_command(find("test"), sys.argv[1:]))
 

@@ -9,11 +9,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from .._base.errors import ConfigurationError
-from .._base.warn_once import warn_once
-from ..config.cli import spellings
-from ..config.files.objects import place_to_write, write_text
-from ..config.files.reading import load_text
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.config.cli import spellings
+from accelerate.config.files.objects import place_to_write, write_text
+from accelerate.config.files.reading import load_text
 
 __all__ = [
     "ARGUMENT_KEY_MAPPING",

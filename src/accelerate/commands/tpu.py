@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._base.errors import ConfigurationError
-from ..config.cli import spellings
-from ..config.files import ClusterConfig, default_config_file, load_config_from_file
-from ..config.files.locations import current_default_file
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.cli import spellings
+from accelerate.config.files import ClusterConfig, default_config_file, load_config_from_file
+from accelerate.config.files.locations import current_default_file
 
 __all__ = ["default_config_file", "load_config_from_file", "main", "tpu_command_launcher", "tpu_command_parser"]
 
@@ -135,7 +135,7 @@ def _read(place: str) -> list[str]:
 
 def main() -> None:
     """Run it, as a program of its own."""
-    from .accelerate_cli import find, run_command
+    from accelerate.commands.accelerate_cli import find, run_command
 
     sys.exit(run_command(find("tpu-config"), sys.argv[1:]))
 

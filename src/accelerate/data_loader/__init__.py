@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .adapter import DataLoaderAdapter, DataLoaderStateMixin
-from .dispatcher import DataLoaderDispatcher
-from .iterables import IterableDatasetShard
-from .parts import _PYTORCH_DATALOADER_KWARGS, get_sampler
-from .plan import MicroBatch, Share
-from .position import Position
-from .prepare import prepare_data_loader
-from .samplers import SeedableRandomSampler
-from .shard_loader import DataLoaderShard
-from .sharding import BatchSamplerShard, SkipBatchSampler
-from .skip import SkipDataLoader, skip_first_batches
+from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.dispatcher import DataLoaderDispatcher
+from accelerate.data_loader.iterables import IterableDatasetShard
+from accelerate.data_loader.parts import _PYTORCH_DATALOADER_KWARGS, get_sampler
+from accelerate.data_loader.plan import MicroBatch, Share
+from accelerate.data_loader.position import Position
+from accelerate.data_loader.prepare import prepare_data_loader
+from accelerate.data_loader.samplers import SeedableRandomSampler
+from accelerate.data_loader.shard_loader import DataLoaderShard
+from accelerate.data_loader.sharding import BatchSamplerShard, SkipBatchSampler
+from accelerate.data_loader.skip import SkipDataLoader, skip_first_batches
 
 __all__ = [
     "_PYTORCH_DATALOADER_KWARGS",

@@ -10,16 +10,16 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._base.errors import ConfigurationError
-from .._base.warn_once import warn_once
-from ..runtime.gradient_clock import GradientState
-from .ledgers import Ledger
-from .own_place import keeps_its_place, whole_dataset
-from .parts import get_sampler, nested_samplers, set_sampler, stateful_class
-from .plan import UNKNOWN_SHARE, MicroBatch, Share
-from .position import Position, Trail
-from .recognise import is_hf_iterable
-from .samplers import EpochSeed
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.data_loader.ledgers import Ledger
+from accelerate.data_loader.own_place import keeps_its_place, whole_dataset
+from accelerate.data_loader.parts import get_sampler, nested_samplers, set_sampler, stateful_class
+from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
+from accelerate.data_loader.position import Position, Trail
+from accelerate.data_loader.recognise import is_hf_iterable
+from accelerate.data_loader.samplers import EpochSeed
+from accelerate.runtime.gradient_clock import GradientState
 
 _OWN_STATE = "_accelerate"
 

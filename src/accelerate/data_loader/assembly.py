@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .plan import clamp
-from .rows import CannotJoinError, count_rows, cut_rows, join_rows, repeat_rows
+from accelerate.data_loader.plan import clamp
+from accelerate.data_loader.rows import CannotJoinError, count_rows, cut_rows, join_rows, repeat_rows
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 # Private in torch (2.13 and before): the only way to pin what a carrier holds as the loader would have.
 from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
 
-from .iterables import IterableDatasetShard
+from accelerate.data_loader.iterables import IterableDatasetShard
 
 
 class Counted:

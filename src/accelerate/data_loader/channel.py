@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._base.errors import UsageError
-from ..runtime import current
-from .packing import Parcel, Unpacker
+from accelerate._base.errors import UsageError
+from accelerate.data_loader.packing import Parcel, Unpacker
+from accelerate.runtime import current
 
 _FIELDS = 16
 _HEADER_BYTES = _FIELDS * 8

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from .._base.errors import ConfigurationError
-from ..collectives.nested import place_batch
-from ..runtime import current
-from .adapter import DataLoaderAdapter, DataLoaderStateMixin
-from .assembly import Assembler, Step
-from .channel import UNKNOWN, Header, Kind, Message, Receiver, Sender
-from .ledgers import Ledger
-from .packing import Parcel
-from .parts import nested_samplers, outer_batch_sampler
-from .plan import Share, data_shard
-from .position import Trail
-from .sharding import BatchSamplerShard, SkipBatchSampler
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.nested import place_batch
+from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.assembly import Assembler, Step
+from accelerate.data_loader.channel import UNKNOWN, Header, Kind, Message, Receiver, Sender
+from accelerate.data_loader.ledgers import Ledger
+from accelerate.data_loader.packing import Parcel
+from accelerate.data_loader.parts import nested_samplers, outer_batch_sampler
+from accelerate.data_loader.plan import Share, data_shard
+from accelerate.data_loader.position import Trail
+from accelerate.data_loader.sharding import BatchSamplerShard, SkipBatchSampler
+from accelerate.runtime import current
 
 
 class DispatchLedger(Ledger):

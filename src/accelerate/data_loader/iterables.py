@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .sharding import check_splittable
+from accelerate.data_loader.sharding import check_splittable
 
 
 class IterableDatasetShard(IterableDataset[Any]):

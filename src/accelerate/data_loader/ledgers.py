@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .iterables import IterableDatasetShard
-from .plan import UNKNOWN_SHARE, Block, MicroBatch, Rounds, Share, Windows, clamp
-from .position import Trail
-from .sharding import BatchSamplerShard, Records
-from .windows import WindowBatchSampler
+from accelerate.data_loader.iterables import IterableDatasetShard
+from accelerate.data_loader.plan import UNKNOWN_SHARE, Block, MicroBatch, Rounds, Share, Windows, clamp
+from accelerate.data_loader.position import Trail
+from accelerate.data_loader.sharding import BatchSamplerShard, Records
+from accelerate.data_loader.windows import WindowBatchSampler
 
 
 class Ledger:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .iterables import IterableDatasetShard
-from .recognise import is_hf_iterable
-from .windows import WindowDataset
+from accelerate.data_loader.iterables import IterableDatasetShard
+from accelerate.data_loader.recognise import is_hf_iterable
+from accelerate.data_loader.windows import WindowDataset
 
 
 def keeps_its_place(loader: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.containers import is_namedtuple
+from accelerate.collectives.containers import is_namedtuple
 
 _ALIGNMENT = 16
 _CONTAINERS = (list, tuple, dict, OrderedDict, UserDict)

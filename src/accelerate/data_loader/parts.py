@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from .._base.imports import require
+from accelerate._base.imports import require
 
 _PYTORCH_DATALOADER_KWARGS: dict[str, Any] = {
     name: parameter.default

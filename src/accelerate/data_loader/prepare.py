@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from .._base.choice import Choice
-from .._base.enums import RNGType
-from .._base.errors import ConfigurationError, WrongTypeError
-from ..runtime import current
-from .adapter import DataLoaderAdapter
-from .carrier import CountingCollate
-from .dispatcher import DataLoaderDispatcher
-from .iterables import IterableDatasetShard
-from .parts import as_stateful, copy_loader, copy_part, outer_batch_sampler, stateful_class
-from .plan import Windows, data_shard
-from .recognise import already_split, is_hf_iterable
-from .samplers import EpochSeed, Ordering, SeedableRandomSampler, choose_ordering, seedable
-from .shard_loader import DataLoaderShard
-from .sharding import BatchSamplerShard, IndexShard, check_splittable
-from .windows import WindowBatchSampler, WindowCollate, WindowDataset
+from accelerate._base.choice import Choice
+from accelerate._base.enums import RNGType
+from accelerate._base.errors import ConfigurationError, WrongTypeError
+from accelerate.data_loader.adapter import DataLoaderAdapter
+from accelerate.data_loader.carrier import CountingCollate
+from accelerate.data_loader.dispatcher import DataLoaderDispatcher
+from accelerate.data_loader.iterables import IterableDatasetShard
+from accelerate.data_loader.parts import as_stateful, copy_loader, copy_part, outer_batch_sampler, stateful_class
+from accelerate.data_loader.plan import Windows, data_shard
+from accelerate.data_loader.recognise import already_split, is_hf_iterable
+from accelerate.data_loader.samplers import EpochSeed, Ordering, SeedableRandomSampler, choose_ordering, seedable
+from accelerate.data_loader.shard_loader import DataLoaderShard
+from accelerate.data_loader.sharding import BatchSamplerShard, IndexShard, check_splittable
+from accelerate.data_loader.windows import WindowBatchSampler, WindowCollate, WindowDataset
+from accelerate.runtime import current
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from .._base.choice import Choice
-from ..collectives import communicator
-from .iterables import IterableDatasetShard
-from .parts import nested_samplers
-from .sharding import BatchSamplerShard
+from accelerate._base.choice import Choice
+from accelerate.collectives import communicator
+from accelerate.data_loader.iterables import IterableDatasetShard
+from accelerate.data_loader.parts import nested_samplers
+from accelerate.data_loader.sharding import BatchSamplerShard
 
 
 def is_hf_iterable(dataset: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.containers import children, is_namedtuple, leaves, rebuilt
+from accelerate.collectives.containers import children, is_namedtuple, leaves, rebuilt
 
 
 class CannotJoinError(Exception):

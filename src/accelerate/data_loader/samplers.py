@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from ..collectives import communicator
+from accelerate.collectives import communicator
 
 
 def agree(value: int) -> int:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from .._base.warn_once import warn_once
-from ..collectives.nested import place_batch
-from ..collectives.rng import synchronize_rng_states
-from .adapter import DataLoaderAdapter, DataLoaderStateMixin
-from .carrier import Counted
-from .iterables import IterableDatasetShard
-from .ledgers import (
+from accelerate._base.warn_once import warn_once
+from accelerate.collectives.nested import place_batch
+from accelerate.collectives.rng import synchronize_rng_states
+from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.carrier import Counted
+from accelerate.data_loader.iterables import IterableDatasetShard
+from accelerate.data_loader.ledgers import (
     CountedLedger,
     GroupLedger,
     Ledger,
@@ -27,10 +27,10 @@ from .ledgers import (
     StreamsLedger,
     WindowLedger,
 )
-from .parts import copy_loader, nested_samplers, outer_batch_sampler
-from .position import Position, Trail
-from .sharding import BatchSamplerShard, SkipBatchSampler
-from .windows import WindowBatchSampler, WindowDataset
+from accelerate.data_loader.parts import copy_loader, nested_samplers, outer_batch_sampler
+from accelerate.data_loader.position import Position, Trail
+from accelerate.data_loader.sharding import BatchSamplerShard, SkipBatchSampler
+from accelerate.data_loader.windows import WindowBatchSampler, WindowDataset
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):

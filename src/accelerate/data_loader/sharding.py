@@ -16,9 +16,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from .._base.errors import ConfigurationError
-from .plan import Rounds, clamp
-from .samplers import FixedOrder, Ordering, SeedableRandomSampler, head_and_rest
+from accelerate._base.errors import ConfigurationError
+from accelerate.data_loader.plan import Rounds, clamp
+from accelerate.data_loader.samplers import FixedOrder, Ordering, SeedableRandomSampler, head_and_rest
 
 _FIXED_ORDER = FixedOrder()
 _EXACT_SAMPLERS = {

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from .._base.errors import ConfigurationError
-from .adapter import DataLoaderAdapter, DataLoaderStateMixin
-from .parts import copy_loader, copy_part, outer_batch_sampler
-from .sharding import SkipBatchSampler
+from accelerate._base.errors import ConfigurationError
+from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.parts import copy_loader, copy_part, outer_batch_sampler
+from accelerate.data_loader.sharding import SkipBatchSampler
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from .carrier import Counted
-from .plan import Block, Windows
-from .samplers import FixedOrder, Ordering, head_and_rest
-from .sharding import Records, gives_what_it_says
+from accelerate.data_loader.carrier import Counted
+from accelerate.data_loader.plan import Block, Windows
+from accelerate.data_loader.samplers import FixedOrder, Ordering, head_and_rest
+from accelerate.data_loader.sharding import Records, gives_what_it_says
 
 
 class WindowBatchSampler(BatchSampler):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .._base.enums import DistributedType
-from .copy_lane import CopyLane
+from accelerate._base.enums import DistributedType
+from accelerate.devices.copy_lane import CopyLane
 
 
 @dataclass(frozen=True)

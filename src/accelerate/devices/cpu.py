@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .._base.enums import DistributedType
-from .base import DeviceBackend
+from accelerate._base.enums import DistributedType
+from accelerate.devices.base import DeviceBackend
 
 
 class CpuBackend(DeviceBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._base.enums import DistributedType
+from accelerate._base.enums import DistributedType
 
 AMD_NODES = "sys/class/kfd/kfd/topology/nodes"
 """Where AMD's driver lists what can compute, the CPU too."""

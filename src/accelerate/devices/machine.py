@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .._base.enums import DistributedType
-from .hardware import AMD_NODES, APPLE, CPU, KNOWN, Hardware
+from accelerate._base.enums import DistributedType
+from accelerate.devices.hardware import AMD_NODES, APPLE, CPU, KNOWN, Hardware
 
 # A line of a tool's list: "GPU 0: ..." or "0,...", unlike a heading.
 _LISTED = re.compile(r"(?:GPU )?\d")
@@ -102,7 +102,7 @@ def link_variables(machine: Machine) -> dict[str, str]:
     """Return variables that processes on several accelerators of this machine need to reach each other."""
     if machine.device_type != "cuda" or machine.device_count < 2:
         return {}
-    from . import nvidia
+    from accelerate.devices import nvidia
 
     return nvidia.link_variables()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .._base.enums import DistributedType
-from .base import DeviceBackend
+from accelerate._base.enums import DistributedType
+from accelerate.devices.base import DeviceBackend
 
 BACKEND = DeviceBackend(
     type="mlu",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .._base.enums import DistributedType
-from .base import DeviceBackend
+from accelerate._base.enums import DistributedType
+from accelerate.devices.base import DeviceBackend
 
 
 class MpsBackend(DeviceBackend):

@@ -7,11 +7,11 @@ from importlib.metadata import entry_points
 
 import torch
 
-from .._base.choice import Choice
-from .._base.enums import DistributedType
-from .._base.errors import ConfigurationError
-from . import cpu, cuda, hpu, mlu, mps, musa, neuron, npu, sdaa, xpu
-from .base import DeviceBackend
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.devices import cpu, cuda, hpu, mlu, mps, musa, neuron, npu, sdaa, xpu
+from accelerate.devices.base import DeviceBackend
 
 _BACKENDS: dict[str, DeviceBackend] = {
     module.BACKEND.type: module.BACKEND for module in (cpu, cuda, hpu, mlu, mps, musa, neuron, npu, sdaa, xpu)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from .align import AlignDevicesHook
-from .attach import (
+from accelerate.hooks.align import AlignDevicesHook
+from accelerate.hooks.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from .base import (
+from accelerate.hooks.base import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from .casting import LayerwiseCastingHook
-from .whole_model import CpuOffload, UserCpuOffloadHook
+from accelerate.hooks.casting import LayerwiseCastingHook
+from accelerate.hooks.whole_model import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
     "AlignDevicesHook",

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.nested import find_device, send_to_device
-from ..offload.places import HOST, META, Place, as_device
-from ..offload.quantised import scales_name
-from ..offload.tensors import (
+from accelerate.collectives.nested import find_device, send_to_device
+from accelerate.hooks.base import Arguments, ModelHook
+from accelerate.hooks.visits import Visit
+from accelerate.offload.places import HOST, META, Place, as_device
+from accelerate.offload.quantised import scales_name
+from accelerate.offload.tensors import (
     TiedCache,
     address_of,
     get_non_persistent_buffers,
     named_module_tensors,
     set_module_tensor_to_device,
 )
-from ..runtime.eager import eager_only
-from .base import Arguments, ModelHook
-from .visits import Visit
+from accelerate.runtime.eager import eager_only
 
 SkipKeys = str | list[str] | None
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..offload.places import META, Place, as_device
-from ..offload.read_ahead import ReadAhead
-from ..offload.store import OffloadedWeightsLoader, PrefixedDataset
-from ..offload.tensors import TiedCache, named_module_tensors
-from .align import AlignDevicesHook, SkipKeys
-from .base import add_hook_to_module
-from .visits import make_visit
+from accelerate.hooks.align import AlignDevicesHook, SkipKeys
+from accelerate.hooks.base import add_hook_to_module
+from accelerate.hooks.visits import make_visit
+from accelerate.offload.places import META, Place, as_device
+from accelerate.offload.read_ahead import ReadAhead
+from accelerate.offload.store import OffloadedWeightsLoader, PrefixedDataset
+from accelerate.offload.tensors import TiedCache, named_module_tensors
 
 
 @dataclass(frozen=True)

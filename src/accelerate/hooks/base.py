@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..devices import registry
+from accelerate.devices import registry
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._base import constants
-from .base import Arguments, ModelHook, add_hook_to_module
+from accelerate._base import constants
+from accelerate.hooks.base import Arguments, ModelHook, add_hook_to_module
 
 
 class LayerwiseCastingHook(ModelHook):

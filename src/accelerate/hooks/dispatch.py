@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._base.errors import ConfigurationError, UsageError
-from ..devices import registry
-from ..offload.places import DISK, HOST, META, Place, as_device, is_offload, lookup
-from ..offload.store import (
+from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate.devices import registry
+from accelerate.hooks.align import AlignDevicesHook, SkipKeys
+from accelerate.hooks.attach import attach_align_device_hook_on_blocks
+from accelerate.hooks.base import add_hook_to_module, device_methods
+from accelerate.offload.places import DISK, HOST, META, Place, as_device, is_offload, lookup
+from accelerate.offload.store import (
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
     has_offload_index,
     offload_state_dict,
     read_offload_index,
 )
-from ..offload.tensors import set_module_tensor_to_device
-from ..offload.ties import find_tied_parameters, keep_alive_only, on_host, retie_parameters, shared_weights
-from .align import AlignDevicesHook, SkipKeys
-from .attach import attach_align_device_hook_on_blocks
-from .base import add_hook_to_module, device_methods
+from accelerate.offload.tensors import set_module_tensor_to_device
+from accelerate.offload.ties import find_tied_parameters, keep_alive_only, on_host, retie_parameters, shared_weights
 
 FilePath = str | os.PathLike[str]
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..offload.places import META
-from ..offload.quantised import scales_name
-from ..offload.read_ahead import ReadAhead, Stop
-from ..offload.store import OffloadedWeightsLoader
-from ..offload.tensors import as_parameter, is_rebuilt, owner_of
+from accelerate.offload.places import META
+from accelerate.offload.quantised import scales_name
+from accelerate.offload.read_ahead import ReadAhead, Stop
+from accelerate.offload.store import OffloadedWeightsLoader
+from accelerate.offload.tensors import as_parameter, is_rebuilt, owner_of
 
 
 class Visit:

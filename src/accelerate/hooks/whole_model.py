@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.nested import send_to_device
-from ..devices import registry
-from ..offload.places import Place, as_device
-from ..offload.tensors import check_device_same
-from ..runtime.eager import eager_only
-from .base import Arguments, ModelHook, remove_hook_from_module
+from accelerate.collectives.nested import send_to_device
+from accelerate.devices import registry
+from accelerate.hooks.base import Arguments, ModelHook, remove_hook_from_module
+from accelerate.offload.places import Place, as_device
+from accelerate.offload.tensors import check_device_same
+from accelerate.runtime.eager import eager_only
 
 
 class CpuOffload(ModelHook):

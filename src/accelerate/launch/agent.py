@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._base.stopping import EXIT_CODE, STOP_FOLDER
-from ..config import env
-from .failure import Failure, exit_code_of, first, read_record, report
-from .kernel import OutOfMemoryKills
-from .listeners import Listeners
-from .plan import SECONDS_TO_END, ElasticOptions
-from .signals import Stop, handled
+from accelerate._base.stopping import EXIT_CODE, STOP_FOLDER
+from accelerate.config import env
+from accelerate.launch.failure import Failure, exit_code_of, first, read_record, report
+from accelerate.launch.kernel import OutOfMemoryKills
+from accelerate.launch.listeners import Listeners
+from accelerate.launch.plan import SECONDS_TO_END, ElasticOptions
+from accelerate.launch.signals import Stop, handled
 
 if TYPE_CHECKING:
-    from .torch_agent import Agent
+    from accelerate.launch.torch_agent import Agent
 
 _LOGGERS = "torch.distributed.elastic"
 
@@ -55,7 +55,7 @@ def run_agent(
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from . import torch_agent
+        from accelerate.launch import torch_agent
 
         gc.freeze()
         gc.enable()

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._base.errors import ConfigurationError
-from ..config.worker_environment import encode
-from .site import Site
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.worker_environment import encode
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 _WORKER = Path(__file__).with_name("worker.py")
 

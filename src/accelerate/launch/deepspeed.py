@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._base.choice import Choice
-from .._base.errors import ConfigurationError
-from .command import worker_environment
-from .elastic import processes_per_machine
-from .meeting import DEFAULT_PORT
-from .plan import FILES, LaunchPlan
-from .site import Site
+from accelerate._base.choice import Choice
+from accelerate._base.errors import ConfigurationError
+from accelerate.launch.command import worker_environment
+from accelerate.launch.elastic import processes_per_machine
+from accelerate.launch.meeting import DEFAULT_PORT
+from accelerate.launch.plan import FILES, LaunchPlan
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 name = "DeepSpeed launcher"
 

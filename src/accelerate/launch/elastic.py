@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._base.choice import Choice
-from .._base.errors import ConfigurationError
-from .command import recorded_command, worker_environment
-from .meeting import MeetingPoint, on_many_machines, on_this_machine
-from .plan import ElasticOptions, LaunchPlan
-from .site import Site
+from accelerate._base.choice import Choice
+from accelerate._base.errors import ConfigurationError
+from accelerate.launch.command import recorded_command, worker_environment
+from accelerate.launch.meeting import MeetingPoint, on_many_machines, on_this_machine
+from accelerate.launch.plan import ElasticOptions, LaunchPlan
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 name = "torch elastic agent"
 _INTERFACE = "GLOO_SOCKET_IFNAME"

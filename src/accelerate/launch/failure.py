@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .kernel import OutOfMemoryKills
+from accelerate.launch.kernel import OutOfMemoryKills
 
 # Ways to die that a worker does not choose. SIGABRT is not among them: communication libraries abort when a peer is gone.
 _STRUCK_DOWN = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._base.stopping import STOPPED
-from . import children
+from accelerate._base.stopping import STOPPED
+from accelerate.launch import children
 
 if TYPE_CHECKING:
     import psutil

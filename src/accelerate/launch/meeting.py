@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .._base.errors import ConfigurationError
-from .origins import is_typed
-from .site import Site
+from accelerate._base.errors import ConfigurationError
+from accelerate.launch.origins import is_typed
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"

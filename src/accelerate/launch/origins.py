@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.run_config import RunConfig, Source
+from accelerate.config.run_config import RunConfig, Source
 
 
 def is_typed(config: RunConfig, key: str) -> bool:

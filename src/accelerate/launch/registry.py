@@ -6,14 +6,14 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from .._base.choice import Choice
-from . import deepspeed, elastic, mpi, simple, slurm, tpu
-from .command import check_script
-from .plan import LaunchPlan
-from .site import Site
+from accelerate._base.choice import Choice
+from accelerate.launch import deepspeed, elastic, mpi, simple, slurm, tpu
+from accelerate.launch.command import check_script
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 
 class Launcher(Protocol):

@@ -6,9 +6,9 @@ import os
 import sys
 from typing import NoReturn
 
-from .._base.errors import ConfigurationError
-from ..config import env
-from .plan import LaunchPlan
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.launch.plan import LaunchPlan
 
 
 def run(plan: LaunchPlan, *, in_place: bool = False) -> int:
@@ -25,7 +25,7 @@ def run(plan: LaunchPlan, *, in_place: bool = False) -> int:
     if plan.mode == "exec" and in_place and os.name == "posix":
         _take_place(plan)
     # What watches other processes is not loaded where the script takes the place of this one.
-    from .watch import watch
+    from accelerate.launch.watch import watch
 
     return watch(plan)
 

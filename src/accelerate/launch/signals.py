@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from . import children
+from accelerate.launch import children
 
 if TYPE_CHECKING:
     import psutil

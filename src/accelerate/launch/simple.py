@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._base.choice import Choice
-from .command import script_command, worker_environment
-from .meeting import fixed_port, on_this_machine
-from .plan import LaunchPlan
-from .site import Site
+from accelerate._base.choice import Choice
+from accelerate.launch.command import script_command, worker_environment
+from accelerate.launch.meeting import fixed_port, on_this_machine
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 name = "one process"
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from .._base.ports import get_free_port, is_port_in_use
-from ..config import env
-from ..devices.machine import Machine, link_variables
+from accelerate._base.ports import get_free_port, is_port_in_use
+from accelerate.config import env
+from accelerate.devices.machine import Machine, link_variables
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .._base.choice import Choice
-from .._base.errors import ConfigurationError
-from .._base.slurm import first_host, port_of_job, tasks_of_nodes
-from .command import script_command, worker_environment
-from .elastic import agent_plan, seconds_to_end
-from .meeting import MeetingPoint
-from .origins import is_typed
-from .plan import LaunchPlan
-from .site import Site
+from accelerate._base.choice import Choice
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.slurm import first_host, port_of_job, tasks_of_nodes
+from accelerate.launch.command import script_command, worker_environment
+from accelerate.launch.elastic import agent_plan, seconds_to_end
+from accelerate.launch.meeting import MeetingPoint
+from accelerate.launch.origins import is_typed
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 name = "Slurm"
 _SECONDS_MORE = 5.0

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from .listeners import Listeners
+from accelerate.launch.listeners import Listeners
 
 _SECONDS_TO_CHECK_OUT = 0.5
 _SECONDS_WITHOUT_PEERS = 5

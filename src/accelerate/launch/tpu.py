@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._base.choice import Choice
-from .._base.errors import ConfigurationError
-from .command import worker_environment
-from .plan import LaunchPlan
-from .site import Site
+from accelerate._base.choice import Choice
+from accelerate._base.errors import ConfigurationError
+from accelerate.launch.command import worker_environment
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.site import Site
 
 if TYPE_CHECKING:
-    from ..config.run_config import RunConfig
+    from accelerate.config.run_config import RunConfig
 
 name = "TPU"
 

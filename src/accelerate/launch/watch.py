@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .._base.stopping import EXIT_CODE
-from ..config import env
-from . import children
-from .failure import Failure, read_record, report
-from .kernel import OutOfMemoryKills
-from .plan import LaunchPlan
-from .run import cannot_start
-from .signals import Stop, handled
+from accelerate._base.stopping import EXIT_CODE
+from accelerate.config import env
+from accelerate.launch import children
+from accelerate.launch.failure import Failure, read_record, report
+from accelerate.launch.kernel import OutOfMemoryKills
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.run import cannot_start
+from accelerate.launch.signals import Stop, handled
 
 
 class _Stopped(BaseException):
@@ -37,7 +37,7 @@ def watch(plan: LaunchPlan) -> int:
 
 
 def _run_elastic(plan: LaunchPlan, folder: str) -> int:
-    from .agent import run_agent
+    from accelerate.launch.agent import run_agent
 
     if plan.elastic is None:
         raise AssertionError("a plan of the elastic mode has its options")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .debug import debug_launcher
-from .notebook import notebook_launcher, test_launch
+from accelerate.launchers.debug import debug_launcher
+from accelerate.launchers.notebook import notebook_launcher, test_launch
 
 __all__ = ["debug_launcher", "notebook_launcher", "test_launch"]

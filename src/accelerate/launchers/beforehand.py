@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._base.choice import Choice
-from .._base.errors import ConfigurationError, UsageError
-from ..config import env
-from ..devices import registry
-from ..devices.base import DeviceBackend
-from ..devices.machine import Machine
-from ..runtime import current
+from accelerate._base.choice import Choice
+from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate.config import env
+from accelerate.devices import registry
+from accelerate.devices.base import DeviceBackend
+from accelerate.devices.machine import Machine
+from accelerate.runtime import current
 
 # Packages that set up the accelerator when they are imported.
 _EAGER_PACKAGES = ("bitsandbytes",)

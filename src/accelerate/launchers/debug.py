@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from .._base.errors import ConfigurationError
-from .worker import Worker, checked_arguments
+from accelerate._base.errors import ConfigurationError
+from accelerate.launchers.worker import Worker, checked_arguments
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:

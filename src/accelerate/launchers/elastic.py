@@ -6,13 +6,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .._base.errors import AccelerateError
-from ..config import env
-from ..launch.agent import launch_config, quieten
-from ..launch.failure import Failure, first, read_record, report
-from ..launch.kernel import OutOfMemoryKills
-from ..launch.plan import ElasticOptions
-from .worker import PID_FILE, Worker
+from accelerate._base.errors import AccelerateError
+from accelerate.config import env
+from accelerate.launch.agent import launch_config, quieten
+from accelerate.launch.failure import Failure, first, read_record, report
+from accelerate.launch.kernel import OutOfMemoryKills
+from accelerate.launch.plan import ElasticOptions
+from accelerate.launchers.worker import PID_FILE, Worker
 
 
 class ProcessFailedError(AccelerateError, RuntimeError):
@@ -49,7 +49,7 @@ def run_function(worker: Worker, options: ElasticOptions, **more: Any) -> list[A
     ):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from ..launch import torch_agent
+        from accelerate.launch import torch_agent
 
         quieten()
         try:

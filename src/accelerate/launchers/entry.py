@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from .._base.enums import DistributedType
-from .._base.errors import UsageError
-from ..config import env
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import UsageError
+from accelerate.config import env
 
 _FILE = "ACCELERATE_DEBUG_RDV_FILE"
 # Those whose processes each drive one accelerator, and learn from these variables which.

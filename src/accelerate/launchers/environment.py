@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .._base.errors import ConfigurationError
-from ..config import env
-from ..config.resolve import resolve
-from ..config.run_config import RunConfig
-from ..config.worker_environment import encode
-from ..devices.machine import detect
-from ..launch import deepspeed, elastic, mpi, simple
-from ..launch.plan import LaunchPlan
-from ..launch.site import here
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.config.resolve import resolve
+from accelerate.config.run_config import RunConfig
+from accelerate.config.worker_environment import encode
+from accelerate.devices.machine import detect
+from accelerate.launch import deepspeed, elastic, mpi, simple
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.site import here
 
 _PARALLELISM = "PARALLELISM_CONFIG_"
 _FP8 = "ACCELERATE_FP8_"

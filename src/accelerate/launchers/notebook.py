@@ -7,17 +7,17 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._base.enums import PrecisionType
-from .._base.errors import ConfigurationError
-from .._base.imports import require
-from .._base.ports import get_free_port, is_port_in_use
-from ..config import env
-from ..devices.machine import Machine, detect
-from ..launch.plan import ElasticOptions
-from ..state import PartialState
-from . import beforehand
-from .elastic import run_function
-from .worker import ReturningWorker, checked_arguments
+from accelerate._base.enums import PrecisionType
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import require
+from accelerate._base.ports import get_free_port, is_port_in_use
+from accelerate.config import env
+from accelerate.devices.machine import Machine, detect
+from accelerate.launch.plan import ElasticOptions
+from accelerate.launchers import beforehand
+from accelerate.launchers.elastic import run_function
+from accelerate.launchers.worker import ReturningWorker, checked_arguments
+from accelerate.state import PartialState
 
 
 def test_launch() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .._base.errors import WrongTypeError
-from ..config import env
-from ..config.env import patch_environment
-from ..runtime import current
+from accelerate._base.errors import WrongTypeError
+from accelerate.config import env
+from accelerate.config.env import patch_environment
+from accelerate.runtime import current
 
 
 def checked_arguments(args: object) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from .._base import pages
+from accelerate._base import pages
 
 # Small enough that a thread that reads ahead notices soon that it is not needed any more.
 _CHUNK = 32 * 2**20

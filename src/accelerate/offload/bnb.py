@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from .._base.imports import is_4bit_bnb_available, is_8bit_bnb_available, require
-from ..config.sections.plugins_quantization import BnbQuantizationConfig
-from ..devices import registry
-from .device_map import check_device_map
-from .made_map import make_device_map
-from .places import DISK, HOST, META, Place, is_offload
-from .quantised import offload_quantised, scales_name
-from .sizes import Dtype
-from .store import offload_weight
-from .tensors import set_module_tensor_to_device
-from .ties import find_tied_parameters
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import is_4bit_bnb_available, is_8bit_bnb_available, require
+from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig
+from accelerate.devices import registry
+from accelerate.offload.device_map import check_device_map
+from accelerate.offload.made_map import make_device_map
+from accelerate.offload.places import DISK, HOST, META, Place, is_offload
+from accelerate.offload.quantised import offload_quantised, scales_name
+from accelerate.offload.sizes import Dtype
+from accelerate.offload.store import offload_weight
+from accelerate.offload.tensors import set_module_tensor_to_device
+from accelerate.offload.ties import find_tied_parameters
 
 M = TypeVar("M", bound=nn.Module)
 

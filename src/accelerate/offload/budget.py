@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .._base.choice import Choice
-from .._base.imports import require
-from .memory import free_memory_of
-from .places import HOST
-from .sizes import convert_file_size_to_int
+from accelerate._base.choice import Choice
+from accelerate._base.imports import require
+from accelerate.offload.memory import free_memory_of
+from accelerate.offload.places import HOST
+from accelerate.offload.sizes import convert_file_size_to_int
 
 MAPPED_SHARE = 2
 """One in so many bytes of the free memory may hold pages of weight files, which the system can always take back."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .._base.errors import ConfigurationError
-from .inventory import read_safetensors_header
-from .mapped import ALIGNMENT, SAFETENSORS_NAMES
-from .progress import progress
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.inventory import read_safetensors_header
+from accelerate.offload.mapped import ALIGNMENT, SAFETENSORS_NAMES
+from accelerate.offload.progress import progress
 
 SUFFIX = ".offload.safetensors"
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from .places import Place, lookup, prefixes
-from .sizes import parts_of
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.places import Place, lookup, prefixes
+from accelerate.offload.sizes import parts_of
 
 
 def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> dict[str, Place]:

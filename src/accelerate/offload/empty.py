@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config import env
-from ..runtime.torch_private import has_registration_hooks
-from .places import META, Place, as_device
-from .tensors import set_module_tensor_to_device
+from accelerate.config import env
+from accelerate.offload.places import META, Place, as_device
+from accelerate.offload.tensors import set_module_tensor_to_device
+from accelerate.runtime.torch_private import has_registration_hooks
 
 Initialiser = Callable[..., torch.Tensor]
 

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .._base.errors import ConfigurationError
-from .inventory import TensorEntry
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.inventory import TensorEntry
 
 # Bits that one floating-point element takes in each dtype.
 DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from ..collectives import communicator
-from ..collectives.base import Communicator
-from .converted import Wanted, write_converted
-from .places import DISK, HOST, META, Place, as_device, lookup
-from .progress import progress
-from .quantised import SCALES, is_4bit, offload_quantised, place_packed, scales_name, statistics_in
-from .sizes import resolve_dtype
-from .store import OffloadedWeightsLoader, save_offload_index
-from .tensors import check_shape, owner_of, set_module_tensor_to_device
-from .ties import find_tied_parameters, retie_parameters
-from .weight_files import Received, Shape, Weights, checkpoint_files, load_state_dict, open_weights
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives import communicator
+from accelerate.collectives.base import Communicator
+from accelerate.offload.converted import Wanted, write_converted
+from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
+from accelerate.offload.progress import progress
+from accelerate.offload.quantised import SCALES, is_4bit, offload_quantised, place_packed, scales_name, statistics_in
+from accelerate.offload.sizes import resolve_dtype
+from accelerate.offload.store import OffloadedWeightsLoader, save_offload_index
+from accelerate.offload.tensors import check_shape, owner_of, set_module_tensor_to_device
+from accelerate.offload.ties import find_tied_parameters, retie_parameters
+from accelerate.offload.weight_files import Received, Shape, Weights, checkpoint_files, load_state_dict, open_weights
 
 FilePath = str | os.PathLike[str]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from .memory import get_balanced_memory
-from .places import Place
-from .planner import infer_auto_device_map
-from .sizes import Dtype
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.memory import get_balanced_memory
+from accelerate.offload.places import Place
+from accelerate.offload.planner import infer_auto_device_map
+from accelerate.offload.sizes import Dtype
 
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 

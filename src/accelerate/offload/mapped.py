@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._base.errors import ConfigurationError, UsageError
-from .inventory import read_safetensors_header
-from .places import HOST
+from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate.offload.inventory import read_safetensors_header
+from accelerate.offload.places import HOST
 
 FilePath = str | os.PathLike[str]
 

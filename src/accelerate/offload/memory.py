@@ -8,12 +8,18 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from .._base.imports import require
-from ..devices import registry
-from ..devices.base import DeviceBackend
-from .places import DISK, HOST, MemoryMap
-from .sizes import Dtype, as_class_names, compute_module_sizes, convert_file_size_to_int, get_module_leaves
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import require
+from accelerate.devices import registry
+from accelerate.devices.base import DeviceBackend
+from accelerate.offload.places import DISK, HOST, MemoryMap
+from accelerate.offload.sizes import (
+    Dtype,
+    as_class_names,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    get_module_leaves,
+)
 
 logger = logging.getLogger(__name__)
 

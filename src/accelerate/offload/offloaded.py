@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .places import Place
-from .store import identity_of_stored
-from .tensors import get_non_persistent_buffers, named_module_tensors, set_module_tensor_to_device
+from accelerate.offload.places import Place
+from accelerate.offload.store import identity_of_stored
+from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors, set_module_tensor_to_device
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from .._base.errors import ConfigurationError
-from ..devices import registry
+from accelerate._base.errors import ConfigurationError
+from accelerate.devices import registry
 
 Place: TypeAlias = int | str | torch.device
 MemoryMap: TypeAlias = dict[int | str, int | str]

@@ -11,22 +11,15 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from .._base.choice import Choice
-from .._base.text import convert_bytes
-from .device_map import check_tied_parameters_on_same_device, clean_device_map
-from .memory import get_max_memory
-from .places import DISK, HOST, Place, is_offload, prefixes
-from .reserve import Reserve
-from .sizes import (
-    Dtype,
-    as_class_names,
-    convert_file_size_to_int,
-    is_splittable,
-    parts_of,
-    sizes_in,
-)
-from .ties import find_tied_parameters, ties_in
-from .tree import Tree, has_children
+from accelerate._base.choice import Choice
+from accelerate._base.text import convert_bytes
+from accelerate.offload.device_map import check_tied_parameters_on_same_device, clean_device_map
+from accelerate.offload.memory import get_max_memory
+from accelerate.offload.places import DISK, HOST, Place, is_offload, prefixes
+from accelerate.offload.reserve import Reserve
+from accelerate.offload.sizes import Dtype, as_class_names, convert_file_size_to_int, is_splittable, parts_of, sizes_in
+from accelerate.offload.ties import find_tied_parameters, ties_in
+from accelerate.offload.tree import Tree, has_children
 
 Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
 

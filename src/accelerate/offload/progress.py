@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .._base.imports import require
-from ..runtime import current
+from accelerate._base.imports import require
+from accelerate.runtime import current
 
 
 def _is_watched() -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from ..devices import registry
-from .places import META
-from .store import offload_weight
-from .tensors import owner_of, set_module_tensor_to_device
+from accelerate._base.errors import ConfigurationError
+from accelerate.devices import registry
+from accelerate.offload.places import META
+from accelerate.offload.store import offload_weight
+from accelerate.offload.tensors import owner_of, set_module_tensor_to_device
 
 _SCALES = "SCB"
 SCALES = (_SCALES, "weight_format")

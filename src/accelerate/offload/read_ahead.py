@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from .._base.errors import AccelerateError
-from ..devices.copy_lane import CopyLane
-from ..runtime.memory import trim_holes
-from . import advice
-from .budget import Budget, choose_budget
-from .mapped import MappedFile, OpenFiles
-from .route import Route
-from .store import OffloadedWeightsLoader
-from .travelling import TravellingWeight, Where
+from accelerate._base.errors import AccelerateError
+from accelerate.devices.copy_lane import CopyLane
+from accelerate.offload import advice
+from accelerate.offload.budget import Budget, choose_budget
+from accelerate.offload.mapped import MappedFile, OpenFiles
+from accelerate.offload.route import Route
+from accelerate.offload.store import OffloadedWeightsLoader
+from accelerate.offload.travelling import TravellingWeight, Where
+from accelerate.runtime.memory import trim_holes
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from .places import lookup
-from .sizes import is_splittable
-from .tree import children_of, own_buffers, own_parameters
+from accelerate.offload.places import lookup
+from accelerate.offload.sizes import is_splittable
+from accelerate.offload.tree import children_of, own_buffers, own_parameters
 
 
 class Reserve:

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from .._base.enums import CustomDtype
-from .._base.errors import ConfigurationError
-from .tree import Tree, children_of, has_children, own_buffers, own_parameters
+from accelerate._base.enums import CustomDtype
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.tree import Tree, children_of, has_children, own_buffers, own_parameters
 
 Dtype: TypeAlias = str | torch.dtype | CustomDtype
 NamedParts: TypeAlias = Sequence[tuple[str, nn.Module | torch.Tensor]]

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .._base.errors import ConfigurationError
-from .mapped import FoundWeight, OpenFiles
-from .places import Place, as_device
-from .sizes import resolve_dtype
-from .tensors import identity_in_memory
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.mapped import FoundWeight, OpenFiles
+from accelerate.offload.places import Place, as_device
+from accelerate.offload.sizes import resolve_dtype
+from accelerate.offload.tensors import identity_in_memory
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""

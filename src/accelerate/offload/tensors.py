@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from ..devices import registry
-from .places import META, Place, as_device
+from accelerate._base.errors import ConfigurationError
+from accelerate.devices import registry
+from accelerate.offload.places import META, Place, as_device
 
 TiedCache: TypeAlias = dict[int, dict[torch.device, torch.Tensor]]
 """Address of a weight that somebody keeps alive -> device -> the copy there that all modules share."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .tensors import TiedCache, address_of, owner_of
-from .tree import Tree
+from accelerate.offload.tensors import TiedCache, address_of, owner_of
+from accelerate.offload.tree import Tree
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

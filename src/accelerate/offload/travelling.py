@@ -7,11 +7,11 @@ from enum import Enum, auto
 
 import torch
 
-from ..devices import registry
-from ..devices.copy_lane import Arrival, CopyLane
-from . import advice
-from .mapped import FoundWeight, memory_for
-from .places import HOST
+from accelerate.devices import registry
+from accelerate.devices.copy_lane import Arrival, CopyLane
+from accelerate.offload import advice
+from accelerate.offload.mapped import FoundWeight, memory_for
+from accelerate.offload.places import HOST
 
 _NEVER = 1 << 60
 _NOT_KNOWN = 1 << 50

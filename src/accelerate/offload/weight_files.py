@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from .._base.errors import ConfigurationError
-from ..collectives.base import Communicator
-from .mapped import SafetensorsFile
-from .places import DISK, HOST, META, Place, as_device, lookup
+from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.base import Communicator
+from accelerate.offload.mapped import SafetensorsFile
+from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
 
 FilePath = str | os.PathLike[str]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from .._base.errors import ConfigurationError
-from .._base.imports import require
-from .bnb import is_named
-from .places import DISK, HOST, Place, is_offload
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import require
+from accelerate.offload.bnb import is_named
+from accelerate.offload.places import DISK, HOST, Place, is_offload
 
 
 def is_torchao_config(config: object) -> bool:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .._base.choice import Choice
-from .estimate import Model, size_in
-from .inventory import TensorEntry
-from .places import DISK, META, prefixes
-from .planner import Plan, Planner, readable
+from accelerate._base.choice import Choice
+from accelerate.offload.estimate import Model, size_in
+from accelerate.offload.inventory import TensorEntry
+from accelerate.offload.places import DISK, META, prefixes
+from accelerate.offload.planner import Plan, Planner, readable
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from .compile import has_compiled_regions, is_compiled_module
+from accelerate.parallel.compile import has_compiled_regions, is_compiled_module
 
 _WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .._base.errors import ConfigurationError
-from ..collectives.nested import convert_to_fp32
-from ..config.sections.handlers import AutocastKwargs, GradScalerKwargs
-from ..devices.base import DeviceBackend
-from .base import Precision
-from .scaler import SharedGradScaler
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.nested import convert_to_fp32
+from accelerate.config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.devices.base import DeviceBackend
+from accelerate.precision.base import Precision
+from accelerate.precision.scaler import SharedGradScaler
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

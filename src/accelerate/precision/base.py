@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config.sections.handlers import AutocastKwargs
+from accelerate.config.sections.handlers import AutocastKwargs
 
 
 class Precision:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from .._base.enums import DistributedType
-from ..config.sections.handlers import AutocastKwargs, GradScalerKwargs
-from ..runtime import current
-from . import registry
-from .scaler import SharedGradScaler
+from accelerate._base.enums import DistributedType
+from accelerate.config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.precision import registry
+from accelerate.precision.scaler import SharedGradScaler
+from accelerate.runtime import current
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:

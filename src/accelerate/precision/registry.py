@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._base.errors import ConfigurationError
-from ..config.sections.handlers import AutocastKwargs, GradScalerKwargs
-from ..devices.base import DeviceBackend
-from .amp import MixedPrecision
-from .base import Precision
+from accelerate._base.errors import ConfigurationError
+from accelerate.config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.devices.base import DeviceBackend
+from accelerate.precision.amp import MixedPrecision
+from accelerate.precision.base import Precision
 
 Factory = Callable[[DeviceBackend, AutocastKwargs | None, GradScalerKwargs | None], Precision]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.torch_private import is_unscaled, overflow_flags
+from accelerate.runtime.torch_private import is_unscaled, overflow_flags
 
 
 class SharedGradScaler(torch.amp.GradScaler):

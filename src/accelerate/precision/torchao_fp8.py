@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .._base.imports import require, torchao_required
+from accelerate._base.imports import require, torchao_required
 
 if TYPE_CHECKING:
     from torchao.float8.config import Float8LinearConfig

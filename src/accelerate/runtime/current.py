@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import creation_site
-from .runtime import Runtime
+from accelerate.runtime import creation_site
+from accelerate.runtime.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -34,7 +34,9 @@ def runtime() -> Runtime:
     """Return the runtime of this process, and start it with defaults if there is none."""
     found: Runtime | None = PARTIAL.get(_RUNTIME)
     if found is None:
-        from .start import start  # a start fills this module's dictionaries, so it imports this module
+        from accelerate.runtime.start import (
+            start,  # a start fills this module's dictionaries, so it imports this module
+        )
 
         found = start()
     return found

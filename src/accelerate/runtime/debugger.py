@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from .._base.errors import ConfigurationError
-from . import current, process_group
+from accelerate._base.errors import ConfigurationError
+from accelerate.runtime import current, process_group
 
 _POLL_SECONDS = 0.05
 

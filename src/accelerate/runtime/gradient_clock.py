@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from ..config.sections.training import GradientAccumulationPlugin
-from . import current
+from accelerate.config.sections.training import GradientAccumulationPlugin
+from accelerate.runtime import current
 
 
 class ActiveLoader(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..devices import registry
-from . import current
+from accelerate.devices import registry
+from accelerate.runtime import current
 
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",

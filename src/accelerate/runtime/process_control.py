@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from .._base.errors import ConfigurationError
-from . import current
+from accelerate._base.errors import ConfigurationError
+from accelerate.runtime import current
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,10 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..config import env
-from . import current, gloo_threads
-from .topology import Topology
-from .torch_private import default_store
+from accelerate.config import env
+from accelerate.runtime import current, gloo_threads
+from accelerate.runtime.topology import Topology
+from accelerate.runtime.torch_private import default_store
 
 _OPTIONS = "_group_options"
 _SOCKETS = "_group_sockets"

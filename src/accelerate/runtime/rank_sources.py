@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from .._base import slurm
-from .._base.errors import ConfigurationError
-from .topology import Topology
+from accelerate._base import slurm
+from accelerate._base.errors import ConfigurationError
+from accelerate.runtime.topology import Topology
 
 _DEFAULT_PORT = 29500
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..devices.base import DeviceBackend
-from .topology import Topology
+from accelerate.devices.base import DeviceBackend
+from accelerate.runtime.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._base.choice import Choice
-from .._base.enums import DistributedType
-from .._base.errors import ConfigurationError
-from ..config import env
-from ..devices import registry
-from ..devices.base import DeviceBackend
-from . import current, process_group, rank_sources
-from .runtime import Runtime
-from .topology import Topology
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
+from accelerate.devices import registry
+from accelerate.devices.base import DeviceBackend
+from accelerate.runtime import current, process_group, rank_sources
+from accelerate.runtime.runtime import Runtime
+from accelerate.runtime.topology import Topology
 
 
 def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) -> Runtime:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError
 
 
 @dataclass(frozen=True)

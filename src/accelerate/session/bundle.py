@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from .._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError
 
 
 class Kind(Enum):

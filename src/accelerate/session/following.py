@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError
 
 Moved = Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
 """Old parameter -> the one in its place; None for one that is trained on another rank."""

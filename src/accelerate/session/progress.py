@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..runtime.gradient_clock import GradientState
+from accelerate.runtime.gradient_clock import GradientState
 
 
 class Progress:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._base.errors import WrongTypeError
-from ..config import env
-from ..config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate._base.errors import WrongTypeError
+from accelerate.config import env
+from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 
 _ENGINE_SWITCHES = {
     "deepspeed": "ACCELERATE_USE_DEEPSPEED",

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._base.choice import Choice
-from .._base.enums import DistributedType, DynamoBackend
-from ..checkpointing.parts import (
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType, DynamoBackend
+from accelerate.checkpointing.parts import (
     LoaderPart,
     ModelPart,
     OptimizerPart,
@@ -20,17 +20,17 @@ from ..checkpointing.parts import (
     ScalerPart,
     SchedulerPart,
 )
-from ..config.sections.dynamo import TorchDynamoPlugin
-from ..config.sections.handlers import DistributedDataParallelKwargs
-from ..config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
-from ..data_loader.plan import data_shard
-from ..parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
-from ..parallel.shares import GradientShare, gradient_share
-from ..parallel.unwrap import extract_model_from_parallel, plain_name
-from ..parallelism_config import ParallelismConfig
-from ..precision.base import Precision
-from ..runtime.runtime import Runtime
-from ..session.request import EngineRequest
+from accelerate.config.sections.dynamo import TorchDynamoPlugin
+from accelerate.config.sections.handlers import DistributedDataParallelKwargs
+from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.data_loader.plan import data_shard
+from accelerate.parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
+from accelerate.parallel.shares import GradientShare, gradient_share
+from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision.base import Precision
+from accelerate.runtime.runtime import Runtime
+from accelerate.session.request import EngineRequest
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
 

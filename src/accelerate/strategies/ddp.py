@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .._base.choice import Choice
-from .._base.enums import DistributedType
-from .._base.errors import ConfigurationError
-from ..runtime.runtime import Runtime
-from ..session.request import EngineRequest
-from .base import Capabilities, Strategy
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.runtime.runtime import Runtime
+from accelerate.session.request import EngineRequest
+from accelerate.strategies.base import Capabilities, Strategy
 
 
 class DDPStrategy(Strategy):

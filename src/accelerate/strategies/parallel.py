@@ -10,26 +10,26 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from .._base.choice import Choice
-from .._base.enums import DistributedType
-from .._base.errors import ConfigurationError
-from ..checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
-from ..parallel.gradients import GradientMean, clip_grad_norm, local, scale_gradients, split_like, whole
-from ..parallel.mesh import averaging_group, axis_group
-from ..parallel.pipeline.training import PipelineStage, check_parts
-from ..parallel.state import gather_stages, gather_whole
-from ..parallel.steps import same_start_step, tensor_parallel_step
-from ..parallel.tensor import plan_of
-from ..parallel.unwrap import extract_model_from_parallel, plain_name
-from ..precision.scaler import SharedGradScaler
-from ..runtime.runtime import Runtime
-from ..session.request import EngineRequest
-from .base import Capabilities, Step, Strategy, StrategyContext
-from .fsdp.optimizer_state import load_optimizer_state
-from .fsdp.originals import Originals
-from .fsdp.parts import ShardedModelPart, ShardedOptimizerPart
-from .fsdp.sharding import model_of
-from .fsdp.state_files import SHARDED
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
+from accelerate.checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
+from accelerate.parallel.gradients import GradientMean, clip_grad_norm, local, scale_gradients, split_like, whole
+from accelerate.parallel.mesh import averaging_group, axis_group
+from accelerate.parallel.pipeline.training import PipelineStage, check_parts
+from accelerate.parallel.state import gather_stages, gather_whole
+from accelerate.parallel.steps import same_start_step, tensor_parallel_step
+from accelerate.parallel.tensor import plan_of
+from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
+from accelerate.precision.scaler import SharedGradScaler
+from accelerate.runtime.runtime import Runtime
+from accelerate.session.request import EngineRequest
+from accelerate.strategies.base import Capabilities, Step, Strategy, StrategyContext
+from accelerate.strategies.fsdp.optimizer_state import load_optimizer_state
+from accelerate.strategies.fsdp.originals import Originals
+from accelerate.strategies.fsdp.parts import ShardedModelPart, ShardedOptimizerPart
+from accelerate.strategies.fsdp.sharding import model_of
+from accelerate.strategies.fsdp.state_files import SHARDED
 
 _MEAN = "_gradient_mean"
 
@@ -105,7 +105,7 @@ class ParallelStrategy(Strategy):
         if layout.pp_enabled:
             check_parts(model, layout.sizes["pp"])
         if layout.tp_enabled and layout.tp_handler.plan is None:
-            from ..parallel.describe import model_has_dtensor
+            from accelerate.parallel.describe import model_has_dtensor
 
             if not model_has_dtensor(model):
                 plan_of(model)

@@ -7,12 +7,12 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from .._base.choice import Choice
-from .._base.errors import ConfigurationError
-from ..runtime.runtime import Runtime
-from ..session.request import EngineRequest
-from .base import Strategy
-from .ddp import DDPStrategy
+from accelerate._base.choice import Choice
+from accelerate._base.errors import ConfigurationError
+from accelerate.runtime.runtime import Runtime
+from accelerate.session.request import EngineRequest
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.ddp import DDPStrategy
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
 """Experiment trackers: one class for each, chosen by name or registered by others."""
 
-from .._base.enums import LoggerType
-from .aim import AimTracker
-from .base import GeneralTracker, IncompleteTrackerError, on_main_process
-from .clearml import ClearMLTracker
-from .comet import CometMLTracker
-from .dvclive import DVCLiveTracker
-from .mlflow import MLflowTracker
-from .registry import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers, register_tracker_class
-from .swanlab import SwanLabTracker
-from .tensorboard import TensorBoardTracker
-from .trackio import TrackioTracker
-from .wandb import WandBTracker
+from accelerate._base.enums import LoggerType
+from accelerate.tracking.aim import AimTracker
+from accelerate.tracking.base import GeneralTracker, IncompleteTrackerError, on_main_process
+from accelerate.tracking.clearml import ClearMLTracker
+from accelerate.tracking.comet import CometMLTracker
+from accelerate.tracking.dvclive import DVCLiveTracker
+from accelerate.tracking.mlflow import MLflowTracker
+from accelerate.tracking.registry import (
+    LOGGER_TYPE_TO_CLASS,
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+)
+from accelerate.tracking.swanlab import SwanLabTracker
+from accelerate.tracking.tensorboard import TensorBoardTracker
+from accelerate.tracking.trackio import TrackioTracker
+from accelerate.tracking.wandb import WandBTracker
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

@@ -6,9 +6,9 @@ import os
 from types import ModuleType
 from typing import Any
 
-from .._base.imports import require
-from .base import GeneralTracker, on_main_process
-from .values import plain
+from accelerate._base.imports import require
+from accelerate.tracking.base import GeneralTracker, on_main_process
+from accelerate.tracking.values import plain
 
 
 def _package() -> ModuleType:

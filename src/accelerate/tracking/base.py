@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from .._base.errors import AccelerateError
-from ..runtime import current
+from accelerate._base.errors import AccelerateError
+from accelerate.runtime import current
 
 F = TypeVar("F", bound=Callable[..., Any])
 

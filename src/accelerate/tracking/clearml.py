@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._base.errors import ConfigurationError
-from .._base.imports import require
-from ..config import env
-from .base import GeneralTracker, on_main_process
-from .values import numbers
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import require
+from accelerate.config import env
+from accelerate.tracking.base import GeneralTracker, on_main_process
+from accelerate.tracking.values import numbers
 
 _SERIES = ("eval", "test", "train")
 

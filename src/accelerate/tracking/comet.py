@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._base.imports import require
-from .base import GeneralTracker, on_main_process
-from .values import is_number, plain, warn_left_out
+from accelerate._base.imports import require
+from accelerate.tracking.base import GeneralTracker, on_main_process
+from accelerate.tracking.values import is_number, plain, warn_left_out
 
 
 class CometMLTracker(GeneralTracker):

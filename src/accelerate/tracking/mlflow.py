@@ -7,12 +7,12 @@ import os
 from types import ModuleType
 from typing import Any
 
-from .._base.errors import ConfigurationError
-from .._base.imports import require
-from .._base.warn_once import warn_once
-from ..config import env
-from .base import GeneralTracker, on_main_process
-from .values import numbers, plain
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import require
+from accelerate._base.warn_once import warn_once
+from accelerate.config import env
+from accelerate.tracking.base import GeneralTracker, on_main_process
+from accelerate.tracking.values import numbers, plain
 
 
 def _package() -> ModuleType:

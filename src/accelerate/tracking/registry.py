@@ -9,21 +9,21 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from .._base import imports
-from .._base.enums import LoggerType
-from .._base.errors import ConfigurationError
-from .._base.warn_once import warn_once
-from ..runtime import current
-from .aim import AimTracker
-from .base import GeneralTracker
-from .clearml import ClearMLTracker
-from .comet import CometMLTracker
-from .dvclive import DVCLiveTracker
-from .mlflow import MLflowTracker
-from .swanlab import SwanLabTracker
-from .tensorboard import TensorBoardTracker
-from .trackio import TrackioTracker
-from .wandb import WandBTracker
+from accelerate._base import imports
+from accelerate._base.enums import LoggerType
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.runtime import current
+from accelerate.tracking.aim import AimTracker
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.clearml import ClearMLTracker
+from accelerate.tracking.comet import CometMLTracker
+from accelerate.tracking.dvclive import DVCLiveTracker
+from accelerate.tracking.mlflow import MLflowTracker
+from accelerate.tracking.swanlab import SwanLabTracker
+from accelerate.tracking.tensorboard import TensorBoardTracker
+from accelerate.tracking.trackio import TrackioTracker
+from accelerate.tracking.wandb import WandBTracker
 
 Chosen = str | LoggerType | GeneralTracker
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from .._base.imports import require
-from .base import GeneralTracker, on_main_process
-from .values import plain
+from accelerate._base.imports import require
+from accelerate.tracking.base import GeneralTracker, on_main_process
+from accelerate.tracking.values import plain
 
 
 class RunTracker(GeneralTracker):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import on_main_process
-from .run import RunTracker
+from accelerate.tracking.base import on_main_process
+from accelerate.tracking.run import RunTracker
 
 
 class SwanLabTracker(RunTracker):

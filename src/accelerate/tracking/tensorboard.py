@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .._base.imports import is_package_available, require
-from .base import GeneralTracker, on_main_process
-from .values import is_number, plain, warn_left_out
+from accelerate._base.imports import is_package_available, require
+from accelerate.tracking.base import GeneralTracker, on_main_process
+from accelerate.tracking.values import is_number, plain, warn_left_out
 
 _WHY = "The tracker 'tensorboard'"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .run import RunTracker
+from accelerate.tracking.run import RunTracker
 
 
 class TrackioTracker(RunTracker):

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
-from .._base.errors import UsageError
+from accelerate._base.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1

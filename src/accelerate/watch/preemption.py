@@ -11,11 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from .._base.stopping import STOP_FOLDER
-from .._base.warn_once import warn_once
-from ..config import env
-from ..runtime import current, process_group
-from .agreement import Agreement
+from accelerate._base.stopping import STOP_FOLDER
+from accelerate._base.warn_once import warn_once
+from accelerate.config import env
+from accelerate.runtime import current, process_group
+from accelerate.watch.agreement import Agreement
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 Handler = Callable[[int, FrameType | None], Any] | int | None

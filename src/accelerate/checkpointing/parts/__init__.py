@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .base import LoadOptions, Part, Prepared
-from .loader import LoaderPart
-from .objects import CustomPart, OptimizerPart, ProgressPart, ScalerPart, SchedulerPart
-from .random import RandomPart
-from .weights import ModelPart, WeightsPart
-from .window import WindowPart
+from accelerate.checkpointing.parts.base import LoadOptions, Part, Prepared
+from accelerate.checkpointing.parts.loader import LoaderPart
+from accelerate.checkpointing.parts.objects import CustomPart, OptimizerPart, ProgressPart, ScalerPart, SchedulerPart
+from accelerate.checkpointing.parts.random import RandomPart
+from accelerate.checkpointing.parts.weights import ModelPart, WeightsPart
+from accelerate.checkpointing.parts.window import WindowPart
 
 __all__ = [
     "CustomPart",

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..._base.errors import CheckpointError
-from .. import torch_file
-from ..folder import StagedFolder
-from ..manifest import Manifest
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import torch_file
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.manifest import Manifest
 
 
 @dataclass(frozen=True)

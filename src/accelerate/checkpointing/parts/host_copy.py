@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..._base import pages
-from ...offload.tensors import identity_in_memory
-from ...runtime import current
-from ..helper_thread import run_side_by_side
+from accelerate._base import pages
+from accelerate.checkpointing.helper_thread import run_side_by_side
+from accelerate.offload.tensors import identity_in_memory
+from accelerate.runtime import current
 
 _BUFFERS = "checkpoint buffers"
 _WORTH_IT = 32 * 2**20

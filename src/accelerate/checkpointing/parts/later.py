@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..._base.errors import CheckpointError
-from ...parallel.unwrap import plain_optimizer
-from ...runtime import current
-from ...runtime.eager import eager_only
-from ...runtime.torch_private import register_first_step_hook
-from .host_copy import copy_structure, host_copy
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.parts.host_copy import copy_structure, host_copy
+from accelerate.parallel.unwrap import plain_optimizer
+from accelerate.runtime import current
+from accelerate.runtime.eager import eager_only
+from accelerate.runtime.torch_private import register_first_step_hook
 
 
 class Later:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import names
-from ..folder import StagedFolder
-from .base import LoadOptions, read_torch
-from .host_copy import host_copy
+from accelerate.checkpointing import names
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts.base import LoadOptions, read_torch
+from accelerate.checkpointing.parts.host_copy import host_copy
 
 _LOG = logging.getLogger(__name__)
 _OWN = "_accelerate"

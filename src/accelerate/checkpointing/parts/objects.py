@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..._base.errors import CheckpointError
-from .. import names, sharded
-from ..folder import StagedFolder
-from .base import LoadOptions, read_torch
-from .host_copy import host_copy
-from .later import copied_before_step
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import names, sharded
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts.base import LoadOptions, read_torch
+from accelerate.checkpointing.parts.host_copy import host_copy
+from accelerate.checkpointing.parts.later import copied_before_step
 
 _LOG = logging.getLogger(__name__)
 

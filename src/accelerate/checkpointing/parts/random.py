@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from ..._base.errors import CheckpointError
-from ...collectives.rng import set_seed
-from ...devices.base import DeviceBackend
-from .. import names
-from ..folder import StagedFolder
-from .base import LoadOptions, read_torch
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import names
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts.base import LoadOptions, read_torch
+from accelerate.collectives.rng import set_seed
+from accelerate.devices.base import DeviceBackend
 
 _LOG = logging.getLogger(__name__)
 _PYTHON, _NUMPY, _TORCH, _STEP = "random_state", "numpy_random_seed", "torch_manual_seed", "step"

@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..._base.errors import CheckpointError
-from ...offload.tensors import identity_in_memory
-from ...parallel.unwrap import extract_model_from_parallel
-from .. import names, sharded
-from ..files import drop_shared_names
-from ..folder import StagedFolder
-from .base import LoadOptions, read_torch
-from .host_copy import host_copy
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import names, sharded
+from accelerate.checkpointing.files import drop_shared_names
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts.base import LoadOptions, read_torch
+from accelerate.checkpointing.parts.host_copy import host_copy
+from accelerate.offload.tensors import identity_in_memory
+from accelerate.parallel.unwrap import extract_model_from_parallel
 
 _SHOWN = 3
 

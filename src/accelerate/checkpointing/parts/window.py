@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ...parallel.shares import GradientShare
-from ...runtime.gradient_clock import GradientState
-from .. import names
-from ..folder import StagedFolder
-from .base import LoadOptions, read_torch
-from .host_copy import host_copy
+from accelerate.checkpointing import names
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts.base import LoadOptions, read_torch
+from accelerate.checkpointing.parts.host_copy import host_copy
+from accelerate.parallel.shares import GradientShare
+from accelerate.runtime.gradient_clock import GradientState
 
 
 class Window(Protocol):

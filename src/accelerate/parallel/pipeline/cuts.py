@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..._base.errors import ConfigurationError
-from ...offload.places import Place
-from ...offload.sizes import (
+from accelerate._base.errors import ConfigurationError
+from accelerate.offload.places import Place
+from accelerate.offload.sizes import (
     as_class_names,
     compute_module_sizes,
     convert_file_size_to_int,

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from ..._base.errors import AccelerateError, ConfigurationError
-from ...collectives import communicator
-from ...collectives.nested import ignorant_find_batch_size, pad_input_tensors, send_to_device
-from ...runtime import current
-from .stages import ChunkForm, Segment, Spec, Stages, trace
-from .structure import take_apart
+from accelerate._base.errors import AccelerateError, ConfigurationError
+from accelerate.collectives import communicator
+from accelerate.collectives.nested import ignorant_find_batch_size, pad_input_tensors, send_to_device
+from accelerate.parallel.pipeline.stages import ChunkForm, Segment, Spec, Stages, trace
+from accelerate.parallel.pipeline.structure import take_apart
+from accelerate.runtime import current
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
-from ..._base.errors import ConfigurationError
-from .structure import Pattern, take_apart
+from accelerate._base.errors import ConfigurationError
+from accelerate.parallel.pipeline.structure import Pattern, take_apart
 
 Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""

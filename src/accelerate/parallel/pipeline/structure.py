@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..._base.errors import ConfigurationError
-from ...collectives.containers import leaves
-from ...collectives.nested import recursively_apply
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.containers import leaves
+from accelerate.collectives.nested import recursively_apply
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 

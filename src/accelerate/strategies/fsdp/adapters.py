@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from ..._base.imports import require
-from ...parallel.unwrap import extract_model_from_parallel
+from accelerate._base.imports import require
+from accelerate.parallel.unwrap import extract_model_from_parallel
 
 
 def adapter_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..._base.errors import CheckpointError, ConfigurationError
-from ...collectives import communicator
-from ...parallel.unwrap import plain_name
-from ...runtime.memory import trim_host_memory
-from ...runtime.torch_private import Piece
-from .sending import Sender
+from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate.collectives import communicator
+from accelerate.parallel.unwrap import plain_name
+from accelerate.runtime.memory import trim_host_memory
+from accelerate.runtime.torch_private import Piece
+from accelerate.strategies.fsdp.sending import Sender
 
 
 @dataclass

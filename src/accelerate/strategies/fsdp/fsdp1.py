@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._base.errors import ConfigurationError
-from ...parallel.activation_checkpoint import inner_block
-from ...parallel.unwrap import plain_name
-from ...precision.scaler import SharedGradScaler
-from ...runtime.memory import trim_host_memory
-from ...runtime.torch_private import flat_parameter_names, flat_pieces, flat_shard, is_flattened
-from ..base import StrategyContext
-from .filling import Filler, Waiting, require_memory
-from .norms import Groups, clip_parts
-from .originals import ORIGINALS, Originals
-from .sharding import ShardedStrategy
-from .wrapping import ignored_modules, unit_names
+from accelerate._base.errors import ConfigurationError
+from accelerate.parallel.activation_checkpoint import inner_block
+from accelerate.parallel.unwrap import plain_name
+from accelerate.precision.scaler import SharedGradScaler
+from accelerate.runtime.memory import trim_host_memory
+from accelerate.runtime.torch_private import flat_parameter_names, flat_pieces, flat_shard, is_flattened
+from accelerate.strategies.base import StrategyContext
+from accelerate.strategies.fsdp.filling import Filler, Waiting, require_memory
+from accelerate.strategies.fsdp.norms import Groups, clip_parts
+from accelerate.strategies.fsdp.originals import ORIGINALS, Originals
+from accelerate.strategies.fsdp.sharding import ShardedStrategy
+from accelerate.strategies.fsdp.wrapping import ignored_modules, unit_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from ...parallel.describe import model_has_dtensor
-from ...parallel.mesh import build_mesh, has_axis, submesh
-from ...parallel.steps import tensor_parallel_step
-from ..base import Step
-from .filling import Filler, require_memory
-from .norms import Groups, clip_parts
-from .sharding import ShardedStrategy
-from .wrapping import ignored_parameters, unit_names
+from accelerate.parallel.describe import model_has_dtensor
+from accelerate.parallel.mesh import build_mesh, has_axis, submesh
+from accelerate.parallel.steps import tensor_parallel_step
+from accelerate.strategies.base import Step
+from accelerate.strategies.fsdp.filling import Filler, require_memory
+from accelerate.strategies.fsdp.norms import Groups, clip_parts
+from accelerate.strategies.fsdp.sharding import ShardedStrategy
+from accelerate.strategies.fsdp.wrapping import ignored_parameters, unit_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

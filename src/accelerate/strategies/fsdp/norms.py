@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ...parallel.gradients import local
+from accelerate.parallel.gradients import local
 
 Groups = tuple[dist.ProcessGroup, ...]
 

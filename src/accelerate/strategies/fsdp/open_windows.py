@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...parallel.gradients import split_like, whole
-from ...parallel.unwrap import plain_name
-from ...runtime.torch_private import held_back_gradients
-from .optimizer_state import parameter_names
+from accelerate.parallel.gradients import split_like, whole
+from accelerate.parallel.unwrap import plain_name
+from accelerate.runtime.torch_private import held_back_gradients
+from accelerate.strategies.fsdp.optimizer_state import parameter_names
 
 
 def read_open_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._base.errors import CheckpointError
-from ...checkpointing import sharded
-from ...collectives import communicator
-from ...parallel.unwrap import CHECKPOINT_WRAPPER, extract_model_from_parallel, plain_name, plain_optimizer
-from ...runtime.torch_private import flat_parameter_names
-from .filling import fill_from_first
-from .originals import ORIGINALS, Originals
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import sharded
+from accelerate.collectives import communicator
+from accelerate.parallel.unwrap import CHECKPOINT_WRAPPER, extract_model_from_parallel, plain_name, plain_optimizer
+from accelerate.runtime.torch_private import flat_parameter_names
+from accelerate.strategies.fsdp.filling import fill_from_first
+from accelerate.strategies.fsdp.originals import ORIGINALS, Originals
 
 
 def is_fsdp1(model: nn.Module) -> bool:

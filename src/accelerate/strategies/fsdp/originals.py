@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...parallel.unwrap import extract_model_from_parallel, plain_name
+from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 
 ORIGINALS = "_original_parameters"
 """Where a model that version 1 wrapped keeps what it had."""

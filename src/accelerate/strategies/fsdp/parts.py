@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from ..._base.errors import CheckpointError
-from ...checkpointing import names, sharded
-from ...checkpointing.folder import StagedFolder
-from ...checkpointing.parts.base import LoadOptions, read_torch
-from ...checkpointing.parts.host_copy import host_copy
-from ...checkpointing.parts.later import Later, copied_before_step
-from ...checkpointing.parts.weights import WeightsPart
-from ...collectives import communicator
-from ...runtime import current
-from ...runtime.runtime import Runtime
-from .filling import fill_from_first
-from .optimizer_state import load_optimizer_state, optimizer_state
-from .originals import Originals
-from .state_files import FULL, kind_of
+from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing import names, sharded
+from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts.base import LoadOptions, read_torch
+from accelerate.checkpointing.parts.host_copy import host_copy
+from accelerate.checkpointing.parts.later import Later, copied_before_step
+from accelerate.checkpointing.parts.weights import WeightsPart
+from accelerate.collectives import communicator
+from accelerate.runtime import current
+from accelerate.runtime.runtime import Runtime
+from accelerate.strategies.fsdp.filling import fill_from_first
+from accelerate.strategies.fsdp.optimizer_state import load_optimizer_state, optimizer_state
+from accelerate.strategies.fsdp.originals import Originals
+from accelerate.strategies.fsdp.state_files import FULL, kind_of
 
 
 class Holder(Protocol):

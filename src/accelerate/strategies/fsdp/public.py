@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._base.errors import AccelerateError
-from ...config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
-from ...parallel.activation_checkpoint import checkpoint_blocks
-from ...parallel.unwrap import plain_name
-from .filling import fill_from_first
-from .wrapping import block_names, prepare_policy
+from accelerate._base.errors import AccelerateError
+from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.parallel.activation_checkpoint import checkpoint_blocks
+from accelerate.parallel.unwrap import plain_name
+from accelerate.strategies.fsdp.filling import fill_from_first
+from accelerate.strategies.fsdp.wrapping import block_names, prepare_policy
 
 
 class UnknownParameterError(AccelerateError, KeyError):

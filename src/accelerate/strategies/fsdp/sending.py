@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ...collectives import Communicator
-from ...parallel.gradients import local
-from ...runtime.torch_private import Piece
+from accelerate.collectives import Communicator
+from accelerate.parallel.gradients import local
+from accelerate.runtime.torch_private import Piece
 
 # Long enough to use the network well, and little beside the shards of a model that is worth sharding.
 STRETCH_BYTES = 2**22

@@ -8,23 +8,23 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..._base.choice import Choice
-from ..._base.enums import DistributedType
-from ..._base.warn_once import warn_once
-from ...checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
-from ...config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
-from ...parallel.activation_checkpoint import checkpoint_blocks
-from ...parallel.compile import compile_regions_fsdp2, has_repeated_blocks
-from ...parallel.gradients import local, scale_gradients
-from ...parallel.state import gather_whole
-from ...parallel.unwrap import extract_model_from_parallel
-from ...runtime.runtime import Runtime
-from ...session.request import EngineRequest
-from ..base import Capabilities, Step, Strategy, StrategyContext
-from .open_windows import read_open_gradients, write_open_gradients
-from .originals import Originals
-from .parts import ShardedModelPart, ShardedOptimizerPart
-from .wrapping import block_names
+from accelerate._base.choice import Choice
+from accelerate._base.enums import DistributedType
+from accelerate._base.warn_once import warn_once
+from accelerate.checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
+from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.parallel.activation_checkpoint import checkpoint_blocks
+from accelerate.parallel.compile import compile_regions_fsdp2, has_repeated_blocks
+from accelerate.parallel.gradients import local, scale_gradients
+from accelerate.parallel.state import gather_whole
+from accelerate.parallel.unwrap import extract_model_from_parallel
+from accelerate.runtime.runtime import Runtime
+from accelerate.session.request import EngineRequest
+from accelerate.strategies.base import Capabilities, Step, Strategy, StrategyContext
+from accelerate.strategies.fsdp.open_windows import read_open_gradients, write_open_gradients
+from accelerate.strategies.fsdp.originals import Originals
+from accelerate.strategies.fsdp.parts import ShardedModelPart, ShardedOptimizerPart
+from accelerate.strategies.fsdp.wrapping import block_names
 
 _POLICY_DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError
 
 
 def local_shards(state: Any) -> Any:

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from ..._base.errors import ConfigurationError
-from ...parallel.describe import is_peft_model
-from .adapters import adapter_state_dict, model_names
-from .shards import local_shards, write_into
+from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate._base.errors import ConfigurationError
+from accelerate.parallel.describe import is_peft_model
+from accelerate.strategies.fsdp.adapters import adapter_state_dict, model_names
+from accelerate.strategies.fsdp.shards import local_shards, write_into
 
 FilePath = str | os.PathLike[str]
 StateDict = dict[str, Any]

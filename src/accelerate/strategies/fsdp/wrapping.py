@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from ..._base.errors import ConfigurationError
-from ..._base.warn_once import warn_once
-from ...config.sections import fsdp_torch
-from ...config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
-from ...parallel.activation_checkpoint import inner_block
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.warn_once import warn_once
+from accelerate.config.sections import fsdp_torch
+from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.parallel.activation_checkpoint import inner_block
 
 Policy = Callable[..., bool]
 
