@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,9 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState
-from accelerate.session.progress import Progress
+
+if TYPE_CHECKING:
+    from accelerate.session.progress import Progress
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:

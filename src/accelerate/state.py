@@ -20,8 +20,8 @@ from accelerate.runtime import current, process_control, process_group
 from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.process_control import do_nothing
 from accelerate.runtime.start import start
-from accelerate.session.request import EngineRequest
 from accelerate.strategies import registry as strategies
+from accelerate.strategies.request import EngineRequest
 
 __all__ = [
     "AcceleratorState",

@@ -20,9 +20,9 @@ from accelerate.config.sections.dynamo import TorchDynamoPlugin
 from accelerate.precision import registry as precisions
 from accelerate.precision.base import Precision
 from accelerate.runtime import current
-from accelerate.session.request import EngineRequest
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import Capabilities, Strategy, StrategyContext
+from accelerate.strategies.request import EngineRequest
 from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, TorchTensorParallelConfig
 
 pytestmark = pytest.mark.multiprocess

@@ -34,10 +34,10 @@ from accelerate.precision import registry as precisions
 from accelerate.runtime import current, process_control, process_group
 from accelerate.runtime.gradient_clock import GradientState
 from accelerate.session.progress import Progress
-from accelerate.session.request import EngineRequest
 from accelerate.state import AcceleratorState, ProcessControl, resolve_precision
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import StrategyContext
+from accelerate.strategies.request import EngineRequest
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

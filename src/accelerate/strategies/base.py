@@ -30,7 +30,7 @@ from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.runtime.runtime import Runtime
-from accelerate.session.request import EngineRequest
+from accelerate.strategies.request import EngineRequest
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
 

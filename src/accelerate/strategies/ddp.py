@@ -13,8 +13,8 @@ from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.runtime.runtime import Runtime
-from accelerate.session.request import EngineRequest
 from accelerate.strategies.base import Capabilities, Strategy
+from accelerate.strategies.request import EngineRequest
 
 
 class DDPStrategy(Strategy):

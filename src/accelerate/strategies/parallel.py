@@ -23,13 +23,13 @@ from accelerate.parallel.tensor import plan_of
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime.runtime import Runtime
-from accelerate.session.request import EngineRequest
 from accelerate.strategies.base import Capabilities, Step, Strategy, StrategyContext
 from accelerate.strategies.fsdp.optimizer_state import load_optimizer_state
 from accelerate.strategies.fsdp.originals import Originals
 from accelerate.strategies.fsdp.parts import ShardedModelPart, ShardedOptimizerPart
 from accelerate.strategies.fsdp.sharding import model_of
 from accelerate.strategies.fsdp.state_files import SHARDED
+from accelerate.strategies.request import EngineRequest
 
 _MEAN = "_gradient_mean"
 

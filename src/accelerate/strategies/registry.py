@@ -10,9 +10,9 @@ from importlib.metadata import entry_points
 from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
 from accelerate.runtime.runtime import Runtime
-from accelerate.session.request import EngineRequest
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DDPStrategy
+from accelerate.strategies.request import EngineRequest
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The arguments of one `prepare`, sorted by kind; and the engines a program asks for."""
+"""The arguments of one `prepare`, sorted by kind."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate._base.errors import ConfigurationError, WrongTypeError
-from accelerate.config.env import patch_environment
+from accelerate._base.errors import ConfigurationError
 from accelerate.session.bundle import Bundle, Kind
-from accelerate.session.request import EngineRequest
-from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 
 
 def parts() -> list[Any]:
@@ -61,14 +58,3 @@ def test_classes_of_loaders() -> None:
     own = Own()
     assert Bundle([own]).slots[0].kind is Kind.OTHER
     assert Bundle([own], loader_classes=(Own,)).slots[0].kind is Kind.LOADER
-
-
-def test_engines_from_plugins_and_switches() -> None:
-    assert EngineRequest.from_plugins(fsdp=None, deepspeed=None) == EngineRequest({}, None)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    assert EngineRequest.from_plugins(fsdp=plugin).engines == {"fsdp": plugin}
-    with pytest.raises(WrongTypeError, match="FullyShardedDataParallelPlugin"):
-        EngineRequest.from_plugins(fsdp="FULL_SHARD")
-    with patch_environment(accelerate_use_fsdp="true", fsdp_version="2"):
-        assert EngineRequest.from_plugins().engines["fsdp"].fsdp_version == 2
-        assert EngineRequest.from_plugins(fsdp=plugin).engines == {"fsdp": plugin}

@@ -19,12 +19,12 @@ from accelerate.parallel.gradients import local, scale_gradients
 from accelerate.parallel.state import gather_whole
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime.runtime import Runtime
-from accelerate.session.request import EngineRequest
 from accelerate.strategies.base import Capabilities, Step, Strategy, StrategyContext
 from accelerate.strategies.fsdp.open_windows import read_open_gradients, write_open_gradients
 from accelerate.strategies.fsdp.originals import Originals
 from accelerate.strategies.fsdp.parts import ShardedModelPart, ShardedOptimizerPart
 from accelerate.strategies.fsdp.wrapping import block_names
+from accelerate.strategies.request import EngineRequest
 
 _POLICY_DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 

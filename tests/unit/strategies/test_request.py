@@ -1,15 +1,27 @@
-"""Stages go together with replicas only, and asking for more says so."""
+"""The engines a program asks for, and what cannot be asked for together."""
 
 from __future__ import annotations
 
 import pytest
 
 from accelerate import ParallelismConfig
-from accelerate._base.errors import ConfigurationError
-from accelerate.session.request import EngineRequest
+from accelerate._base.errors import ConfigurationError, WrongTypeError
+from accelerate.config.env import patch_environment
 from accelerate.strategies.parallel import check_pipeline
 from accelerate.strategies.registry import require_known
+from accelerate.strategies.request import EngineRequest
 from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+def test_engines_from_plugins_and_switches() -> None:
+    assert EngineRequest.from_plugins(fsdp=None, deepspeed=None) == EngineRequest({}, None)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    assert EngineRequest.from_plugins(fsdp=plugin).engines == {"fsdp": plugin}
+    with pytest.raises(WrongTypeError, match="FullyShardedDataParallelPlugin"):
+        EngineRequest.from_plugins(fsdp="FULL_SHARD")
+    with patch_environment(accelerate_use_fsdp="true", fsdp_version="2"):
+        assert EngineRequest.from_plugins().engines["fsdp"].fsdp_version == 2
+        assert EngineRequest.from_plugins(fsdp=plugin).engines == {"fsdp": plugin}
 
 
 @pytest.mark.parametrize("other", ["tp_size", "cp_size"])
