@@ -97,6 +97,79 @@ def test_length() -> None:
     assert rules_broken("tests/test_x.py", "x = 1\n" * 601) == [("length", 601)]
 
 
+def test_the_front_door_may_be_longer() -> None:
+    assert rules_broken("src/accelerate/accelerator.py", "x = 1\n" * 900) == []
+    assert rules_broken("src/accelerate/accelerator.py", "x = 1\n" * 901) == [("length", 901)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "global STORE; STORE = 1",
+        "STORE['a'] = 1",
+        "STORE['a']['b'] += 1",
+        "STORE.level = 2",
+        "del STORE['a']",
+        "STORE.update(a=1)",
+        "STORE['a'].append(1)",
+        "return next(STORE)",
+    ],
+)
+@pytest.mark.parametrize("start", ["STORE = {}", "STORE: dict[str, int] = dict()", "class STORE:\n    level = 1"])
+def test_mutable_state_has_one_room(start: str, change: str) -> None:
+    source = f"{start}\n\n\ndef change():\n    {change}\n"
+    assert [rule for rule, _ in rules_broken("src/accelerate/hooks/a.py", source)] == ["state"]
+    assert rules_broken("src/accelerate/runtime/current.py", source) == []
+    assert rules_broken("src/accelerate/devices/registry.py", source) == []
+    assert rules_broken("tests/a.py", source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "TABLE = {}\nTABLE['a'] = 1\nTABLE.update(b=2)\n",  # built while the module loads
+        "TABLE = {}\ndef f(TABLE):\n    TABLE['a'] = 1\n",
+        "TABLE = {}\ndef f():\n    TABLE = {}\n    TABLE['a'] = 1\n",
+        "TABLE = {}\ndef f():\n    return TABLE['a'].upper()\n",
+        "import functools\n@functools.cache\ndef f():\n    return 1\n",
+        "_seen = set()\ndef f():\n    _seen.add(1)\n",
+    ],
+)
+def test_what_is_not_state(source: str) -> None:
+    assert rules_broken("src/accelerate/hooks/a.py", source) == []
+
+
+def findings_in(root: Path, **files: str) -> list[str]:
+    for place, text in files.items():
+        path = root / place.replace("__", "/")
+        path = path.with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return [str(finding) for finding in check_rooms.check_repository(root)]
+
+
+def test_a_class_name_stands_once_in_the_package(tmp_path: Path) -> None:
+    first, second = "class _Plan:\n    x = 1\n", "def f():\n    class _Plan:\n        y = 2\n    return _Plan\n"
+    found = findings_in(tmp_path, src__accelerate__a=first, src__accelerate__b=second, tests__c=first)
+    message = "[class-name] the class _Plan stands in {} too; give each a name of its own"
+    assert found == [
+        f"src/accelerate/a.py:1: {message.format('src/accelerate/b.py:2')}",
+        f"src/accelerate/b.py:2: {message.format('src/accelerate/a.py:1')}",
+    ]
+    assert findings_in(tmp_path, src__accelerate__b="class Other:\n    y = 2\n") == []
+
+
+def test_what_a_command_writes_is_not_committed(tmp_path: Path) -> None:
+    folder = tmp_path / "docs" / "tmp"
+    folder.mkdir(parents=True)
+    (folder / "page.md").write_text("text\n", encoding="utf-8")
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert check_rooms.check_repository(tmp_path) == []
+    subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
+    found = [str(finding) for finding in check_rooms.check_repository(tmp_path)]
+    assert found == ["docs/tmp/page.md:1: [generated] tmp/ is written by a command; ignore it and remove it"]
+
+
 @pytest.mark.parametrize("arguments", ["f", "f, weights_only=False", "f, weights_only=choice", "f, **options"])
 def test_torch_load_is_safe_everywhere(arguments: str) -> None:
     assert rules_broken("examples/a.py", f"x = torch.load({arguments})") == [("torch-load", 1)]
