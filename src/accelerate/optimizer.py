@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime import current
-from accelerate.runtime.gradient_clock import GradientState
-
-if TYPE_CHECKING:
-    from accelerate.session.progress import Progress
+from accelerate.runtime.gradient_clock import GradientState, Progress
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:

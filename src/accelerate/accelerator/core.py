@@ -32,8 +32,7 @@ from accelerate.config.settings import KwargsHandler
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import registry as precisions
 from accelerate.runtime import current, process_control, process_group
-from accelerate.runtime.gradient_clock import GradientState
-from accelerate.session.progress import Progress
+from accelerate.runtime.gradient_clock import GradientState, Progress
 from accelerate.state import AcceleratorState, ProcessControl, resolve_precision
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import StrategyContext

@@ -18,12 +18,11 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside
 from accelerate.runtime import current
-from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.gradient_clock import GradientState, Progress
 from accelerate.runtime.memory import clear_device_cache
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.session.bundle import Bundle, Kind
 from accelerate.session.following import follow
-from accelerate.session.progress import Progress
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
 

@@ -16,7 +16,7 @@ from accelerate.config import env
 from accelerate.config.sections.training import ProjectConfiguration
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import current
-from accelerate.session.progress import Progress
+from accelerate.runtime.gradient_clock import Progress
 from accelerate.watch.preemption import Preemption, ignore_signals
 
 _LOG = logging.getLogger(__name__)

@@ -21,9 +21,8 @@ from accelerate.config.sections.handlers import AutocastKwargs, ProfileKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.base import Precision
 from accelerate.runtime import current, debugger
-from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.gradient_clock import GradientState, Progress
 from accelerate.runtime.torch_private import is_unscaled, rearm_reducer
-from accelerate.session.progress import Progress
 from accelerate.strategies.base import Strategy
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None

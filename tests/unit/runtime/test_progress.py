@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
-from accelerate.session.progress import Progress
+from accelerate.runtime.gradient_clock import Progress
 from accelerate.utils import DataLoaderConfiguration
 
 ROWS = torch.arange(20.0).reshape(10, 2)
