@@ -34,7 +34,7 @@ STATE_ROOMS = ("runtime/current.py",)
 # A registry (any file of the name registry.py) is filled by its register function and needs no line here.
 KEPT_STATE = {
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "a public registry, whose name and place other libraries use",
-    "_seen": "which warnings were given; _base stands below runtime",
+    "_shown_warnings": "which warnings were given; _base stands below runtime",
     "_threads": "idle reading threads, which belong to their owners and not to a run",
 }
 # Class names that still stand twice. This list only shrinks.

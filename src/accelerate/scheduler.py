@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState
 

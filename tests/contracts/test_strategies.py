@@ -13,9 +13,9 @@ from tests.support.training import FEATURES, copy_weights, fresh_accelerator, gr
 from torch.utils.data import DataLoader
 
 from accelerate import ParallelismConfig
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.config.sections.dynamo import TorchDynamoPlugin
 from accelerate.precision import registry as precisions
 from accelerate.precision.base import Precision

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.support.processes import script_environment
 
-from accelerate._base.ports import get_free_port
 from accelerate.checkpointing.catalog import newest_valid
+from accelerate.devices.machine import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 

@@ -11,7 +11,7 @@ from tests.support.processes import run_group, script_environment
 
 from accelerate import Accelerator
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.ports import get_free_port
+from accelerate.devices.machine import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 

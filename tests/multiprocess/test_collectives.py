@@ -16,8 +16,8 @@ from tests.support.processes import ProcessGroupFailure, run_group
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from accelerate._base import warn_once
 from accelerate._base.errors import DistributedOperationException, WrongTypeError
+from accelerate._base.helpers import reset_warnings
 from accelerate.collectives import communicator, ops
 from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mean
 from accelerate.runtime import current
@@ -277,7 +277,7 @@ CHECKS: list[Callable[[], None]] = [
 def every_check() -> list[str]:
     passed = []
     for check in CHECKS:
-        warn_once.reset()
+        reset_warnings()
         check()
         passed.append(check.__name__)
     return passed

@@ -26,8 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate._base import warn_once
 from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.helpers import reset_warnings
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, merge_fsdp_weights
 
@@ -253,7 +253,7 @@ def weights_must_come_from_somewhere() -> str:
 
 
 def ignored_options_are_named() -> list[str]:
-    warn_once.reset()
+    reset_warnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tests.support.launching import launch, launch_command, launch_environment
 
-from accelerate._base.ports import get_free_port
+from accelerate.devices.machine import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.support.launching import launch, launch_command, launch_environment
 
-from accelerate._base.ports import get_free_port
+from accelerate.devices.machine import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 

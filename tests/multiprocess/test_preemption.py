@@ -13,7 +13,7 @@ import torch
 from tests.support.processes import run_group
 from tests.support.stopping import Run, checkpoints, notes, rows_that_count, until
 
-from accelerate._base.ports import get_free_port
+from accelerate.devices.machine import get_free_port
 
 pytestmark = pytest.mark.multiprocess
 

@@ -23,8 +23,8 @@ from tests.support.training import (
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from accelerate._base import warn_once
 from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.helpers import reset_warnings
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
 pytestmark = pytest.mark.multiprocess
@@ -92,7 +92,7 @@ def pace_warnings(
     schedule: str = "linear", horizon: int = 10, steps: int = 1, batch_size: int = 2, **options: Any
 ) -> list[str]:
     """Return the warnings of a loop over 12 batches of one process's size, with two epochs and two schedules."""
-    warn_once.reset()
+    reset_warnings()
     plugin = GradientAccumulationPlugin(num_steps=steps)
     accelerator = fresh_accelerator(gradient_accumulation_plugin=plugin, **options)
     model = make_model()

@@ -26,7 +26,7 @@ from tests.support.training import WEIGHTS, copy_weights, make_data, make_model
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate._base.ports import get_free_port
+from accelerate.devices.machine import get_free_port
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 # torch loads a good part of itself when the first optimizer is made: here, once, and not in every process forked later.

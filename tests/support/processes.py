@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.multiprocessing
 
-from accelerate._base.ports import get_free_port
+from accelerate.devices.machine import get_free_port
 
 T = TypeVar("T")
 
@@ -174,9 +174,9 @@ def _member_main(
 
 def forget_inherited_state() -> None:
     """Reset the library's global state in this process, so far as its modules are loaded."""
-    for name in ("accelerate.runtime.current", "accelerate._base.warn_once"):
+    for name, reset in (("accelerate.runtime.current", "reset"), ("accelerate._base.helpers", "reset_warnings")):
         if name in sys.modules:
-            importlib.import_module(name).reset()
+            getattr(importlib.import_module(name), reset)()
 
 
 def close_process_group() -> bool:

@@ -74,6 +74,14 @@ TORCH_LAUNCH_PARAMS = [
     "master_port",
 ]
 
+# What a launcher and its workers know of each other when a run is asked to stop.
+PREEMPTED_EXIT_CODE = 75
+"""The exit code of a run that was stopped and goes on when it is started again; `EX_TEMPFAIL` of sysexits.h."""
+STOP_FOLDER = "ACCELERATE_STOP_FOLDER"
+"""Names the folder in which a worker that listens for signals leaves a file named by its process id."""
+PREEMPTED_FILE = "stopped"
+"""In the same folder, the file that says that workers ended with the code above."""
+
 SAGEMAKER_PYTORCH_VERSION = "1.10.2"
 SAGEMAKER_PYTHON_VERSION = "py38"
 SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.config.sections.dynamo import TorchDynamoPlugin
 from accelerate.config.sections.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs

@@ -11,7 +11,7 @@ import torch
 
 from accelerate._base.enums import DistributedType, FP8BackendType, RNGType
 from accelerate._base.errors import CheckpointError, ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.accelerator.assembly import judge_accumulation, judge_dynamo, judge_loaders, sort_handlers
 from accelerate.accelerator.checkpoints import CheckpointMixin
 from accelerate.accelerator.collecting import CollectingMixin

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelerate._base.errors import UsageError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.parallel.mesh import axis_rank
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.accelerator.window import AccumulationWindow
 from accelerate.config import env
 from accelerate.config.sections.training import DataLoaderConfiguration

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.stopping import EXIT_CODE
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.collectives import communicator
 from accelerate.config import env
 from accelerate.config.sections.training import ProjectConfiguration
@@ -110,7 +110,7 @@ class ProgressMixin:
         accelerator.end_training()
         # Who asked this process to end need not do so again while it does.
         ignore_signals()
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def resume(self) -> bool:
         """Go on from the newest valid checkpoint of the project folder; call it once everything is prepared.

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate._base.errors import ConfigurationError, UsageError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.accelerator.accumulate import Accumulate
 from accelerate.accelerator.profiling import run_profile
 from accelerate.accelerator.window import AccumulationWindow

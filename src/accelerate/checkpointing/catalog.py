@@ -11,8 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.checkpointing import names, sealed, staging
 from accelerate.checkpointing.manifest import Facts, Manifest
 

@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import CheckpointError
+from accelerate._base.helpers import Choice
 from accelerate.checkpointing.background import PendingSave, background_communicator
 from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid
 from accelerate.checkpointing.folder import StagedFolder

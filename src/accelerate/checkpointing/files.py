@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.serialization import safe_globals
 
 from accelerate._base.errors import WrongTypeError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.offload.tensors import identity_in_memory
 from accelerate.runtime import current
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerate._base.errors import WrongTypeError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.collectives import communicator
 from accelerate.collectives.call_site import user_stacklevel
 from accelerate.collectives.checked import verify

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from accelerate._base.errors import ConfigurationError, DistributedOperationException, UsageError, WrongTypeError
+from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
-from accelerate._base.warn_once import warn_once
 from accelerate.collectives import communicator
 from accelerate.collectives.base import ReduceOp
 from accelerate.collectives.call_site import user_stacklevel

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.text import convert_bytes
+from accelerate._base.helpers import convert_bytes
 from accelerate.checkpointing import staging
 from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus
 from accelerate.checkpointing.verification import verified

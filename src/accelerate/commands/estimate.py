@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.text import convert_bytes
+from accelerate._base.helpers import convert_bytes
 from accelerate.commands.estimate_plan import add_plan_options, plan_as_json, plan_table
 from accelerate.commands.estimate_source import (
     Found,

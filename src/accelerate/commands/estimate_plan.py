@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.text import convert_bytes
+from accelerate._base.helpers import convert_bytes
 from accelerate.config.cli import spellings
 from accelerate.offload.estimate import DTYPE_BITS, Model
 

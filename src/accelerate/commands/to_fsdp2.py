@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config.cli import spellings
 from accelerate.config.files.objects import place_to_write, write_text
 from accelerate.config.files.reading import load_text

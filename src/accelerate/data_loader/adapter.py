@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.data_loader.ledgers import Ledger
 from accelerate.data_loader.own_place import keeps_its_place, whole_dataset
 from accelerate.data_loader.parts import get_sampler, nested_samplers, set_sampler, stateful_class

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
+from accelerate._base.helpers import Choice
 from accelerate.data_loader.adapter import DataLoaderAdapter
 from accelerate.data_loader.carrier import CountingCollate
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from accelerate._base.choice import Choice
+from accelerate._base.helpers import Choice
 from accelerate.collectives import communicator
 from accelerate.data_loader.iterables import IterableDatasetShard
 from accelerate.data_loader.parts import nested_samplers

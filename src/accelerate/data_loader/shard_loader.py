@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.collectives.nested import place_batch
 from accelerate.collectives.rng import synchronize_rng_states
 from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from accelerate._base.versions import is_torch_version
+from accelerate._base.imports import is_torch_version
 
 
 def _torch_module(name: str) -> ModuleType | None:

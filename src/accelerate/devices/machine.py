@@ -1,20 +1,29 @@
-"""What this machine has, found out without loading torch."""
+"""What this machine has: accelerators, its place in a Slurm job, free ports; found out without loading torch."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import socket
 import sys
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError
 from accelerate.devices.hardware import AMD_NODES, APPLE, CPU, KNOWN, Hardware
 
 # A line of a tool's list: "GPU 0: ..." or "0,...", unlike a heading.
 _LISTED = re.compile(r"(?:GPU )?\d")
+
+_DEFAULT_PORT = 29500
+# Linux hands out ports from 32768 on by default, other systems from 49152 on.
+_LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_768
+_PORT_ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
@@ -155,3 +164,51 @@ def _slurm(environ: Mapping[str, str]) -> SlurmJob | None:
         num_tasks=number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1),
         node_rank=number("SLURM_NODEID", default=0),
     )
+
+
+def tasks_of_nodes(counts: str) -> list[int]:
+    """Read a list such as `4(x2),3`: the tasks of each node."""
+    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list such as `gpu[003-005,9],login`.
+
+    Raises:
+        ConfigurationError: If the list names none.
+    """
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if match is None:
+        raise ConfigurationError(
+            f"Slurm's node list {nodes!r} names no host, so the processes cannot meet. "
+            "Add --main_process_ip, or set MASTER_ADDR, with the first host of the job."
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match.group())
+
+
+def port_of_job(job: str) -> int:
+    """Return a port that all processes of a job derive alike and two jobs almost never share."""
+    return 15000 + zlib.crc32(job.encode()) % 40000
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Say whether something listens on a port of this machine (by default the one of torch.distributed)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", _DEFAULT_PORT if port is None else int(port))) == 0
+
+
+def get_free_port() -> int:
+    """Return a port that is free at this moment.
+
+    It lies below those that the system hands out by itself, so that no connection of another program takes it between
+    this moment and its use, and is drawn at random, so that two programs that ask at once get two.
+    """
+    for _ in range(_PORT_ATTEMPTS):
+        # Not by the module random: the launcher would load it for this alone, and a seed must not choose the port.
+        port = _LOWEST_PORT + int.from_bytes(os.urandom(4), "big") % (_HIGHEST_PORT - _LOWEST_PORT)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

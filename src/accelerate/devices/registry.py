@@ -7,9 +7,9 @@ from importlib.metadata import entry_points
 
 import torch
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.devices import cpu, cuda, hpu, mlu, mps, musa, neuron, npu, sdaa, xpu
 from accelerate.devices.base import DeviceBackend
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate._base.stopping import EXIT_CODE, STOP_FOLDER
+from accelerate._base.constants import PREEMPTED_EXIT_CODE, STOP_FOLDER
 from accelerate.config import env
 from accelerate.launch.failure import Failure, exit_code_of, first, read_record, report
 from accelerate.launch.kernel import OutOfMemoryKills
@@ -76,7 +76,7 @@ def run_agent(
             return stop.exit_code or 128 + signal.SIGINT
     if not failures:
         # Workers that listen end by themselves: to go on later, or because they were through.
-        return EXIT_CODE if listeners.have_stopped else 0
+        return PREEMPTED_EXIT_CODE if listeners.have_stopped else 0
     if stop.exit_code is not None:
         return stop.exit_code
     world_size = options.nproc_per_node * options.num_nodes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.launch.command import worker_environment
 from accelerate.launch.elastic import processes_per_machine
 from accelerate.launch.meeting import DEFAULT_PORT

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.launch.command import recorded_command, worker_environment
 from accelerate.launch.meeting import MeetingPoint, on_many_machines, on_this_machine
 from accelerate.launch.plan import ElasticOptions, LaunchPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate._base.stopping import STOPPED
+from accelerate._base.constants import PREEMPTED_FILE
 from accelerate.launch import children
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Listeners:
     @property
     def have_stopped(self) -> bool:
         """Whether workers of the last attempt have ended in order to go on later."""
-        return (self.folder / STOPPED).exists()
+        return (self.folder / PREEMPTED_FILE).exists()
 
     def forget_stopped(self) -> None:
         """Begin another attempt."""
-        (self.folder / STOPPED).unlink(missing_ok=True)
+        (self.folder / PREEMPTED_FILE).unlink(missing_ok=True)

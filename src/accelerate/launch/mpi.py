@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.launch.command import recorded_command, script_command, worker_environment
 from accelerate.launch.elastic import processes_per_machine
 from accelerate.launch.meeting import DEFAULT_PORT, MeetingPoint, fixed_port, on_this_machine

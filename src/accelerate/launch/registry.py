@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from accelerate._base.choice import Choice
+from accelerate._base.helpers import Choice
 from accelerate.launch import deepspeed, elastic, mpi, simple, slurm, tpu
 from accelerate.launch.command import check_script
 from accelerate.launch.plan import LaunchPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.choice import Choice
+from accelerate._base.helpers import Choice
 from accelerate.launch.command import script_command, worker_environment
 from accelerate.launch.meeting import fixed_port, on_this_machine
 from accelerate.launch.plan import LaunchPlan

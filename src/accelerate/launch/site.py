@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from accelerate._base.ports import get_free_port, is_port_in_use
 from accelerate.config import env
-from accelerate.devices.machine import Machine, link_variables
+from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables
 
 
 @dataclass(frozen=True)

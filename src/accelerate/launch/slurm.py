@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.slurm import first_host, port_of_job, tasks_of_nodes
+from accelerate._base.helpers import Choice
+from accelerate.devices.machine import first_host, port_of_job, tasks_of_nodes
 from accelerate.launch.command import script_command, worker_environment
 from accelerate.launch.elastic import agent_plan, seconds_to_end
 from accelerate.launch.meeting import MeetingPoint

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.launch.command import worker_environment
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.site import Site

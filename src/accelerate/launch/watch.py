@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from accelerate._base.stopping import EXIT_CODE
+from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate.config import env
 from accelerate.launch import children
 from accelerate.launch.failure import Failure, read_record, report
@@ -51,7 +51,7 @@ def _run_command(plan: LaunchPlan, folder: str) -> int:
     memory = OutOfMemoryKills.now()
     with handled(stop, lambda number: _Stopped()):
         code = _wait(argv, {**env.items(), **environment}, stop)
-    if code == EXIT_CODE:
+    if code == PREEMPTED_EXIT_CODE:
         return code  # the script was stopped for now, and has said so
     if stop.exit_code is not None:
         return stop.exit_code

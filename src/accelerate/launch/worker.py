@@ -101,14 +101,14 @@ def _stops_for_now(code: object) -> bool:
     To the agent an exit code other than 0 is a failure, after which it ends the other workers and starts all anew.
     """
     try:
-        from accelerate._base.stopping import EXIT_CODE, STOP_FOLDER, STOPPED
+        from accelerate._base.constants import PREEMPTED_EXIT_CODE, PREEMPTED_FILE, STOP_FOLDER
         from accelerate.config import env
     except ImportError:
         return False
     folder = env.get(STOP_FOLDER)
-    if code != EXIT_CODE or not folder or not Path(folder).is_dir():
+    if code != PREEMPTED_EXIT_CODE or not folder or not Path(folder).is_dir():
         return False
-    Path(folder, STOPPED).touch()
+    Path(folder, PREEMPTED_FILE).touch()
     return True
 
 

@@ -10,9 +10,8 @@ from typing import Any
 from accelerate._base.enums import PrecisionType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import require
-from accelerate._base.ports import get_free_port, is_port_in_use
 from accelerate.config import env
-from accelerate.devices.machine import Machine, detect
+from accelerate.devices.machine import Machine, detect, get_free_port, is_port_in_use
 from accelerate.launch.plan import ElasticOptions
 from accelerate.launchers import beforehand
 from accelerate.launchers.elastic import run_function

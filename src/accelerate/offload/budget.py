@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accelerate._base.choice import Choice
+from accelerate._base.helpers import Choice
 from accelerate._base.imports import require
 from accelerate.offload.memory import free_memory_of
 from accelerate.offload.places import HOST

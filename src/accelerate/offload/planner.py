@@ -11,8 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from accelerate._base.choice import Choice
-from accelerate._base.text import convert_bytes
+from accelerate._base.helpers import Choice, convert_bytes
 from accelerate.offload.device_map import check_tied_parameters_on_same_device, clean_device_map
 from accelerate.offload.memory import get_max_memory
 from accelerate.offload.places import DISK, HOST, Place, is_offload, prefixes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accelerate._base.choice import Choice
+from accelerate._base.helpers import Choice
 from accelerate.offload.estimate import Model, size_in
 from accelerate.offload.inventory import TensorEntry
 from accelerate.offload.places import DISK, META, prefixes

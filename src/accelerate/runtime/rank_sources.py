@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from accelerate._base import slurm
 from accelerate._base.errors import ConfigurationError
+from accelerate.devices import machine
 from accelerate.runtime.topology import Topology
 
 _DEFAULT_PORT = 29500
@@ -54,7 +54,7 @@ def _slurm(environ: Mapping[str, str]) -> Topology | None:
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     world_size = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
-    tasks = slurm.tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = machine.tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _integer(environ, "SLURM_NODEID", 0)
     return Topology(
         _integer(environ, "SLURM_PROCID", 0),
@@ -114,8 +114,8 @@ def publish(topology: Topology) -> None:
     nodes = os.environ.get("SLURM_STEP_NODELIST")
     job = os.environ.get("SLURM_JOB_ID")
     if topology.source == "Slurm" and nodes and job:
-        os.environ.setdefault("MASTER_ADDR", slurm.first_host(nodes))
-        os.environ.setdefault("MASTER_PORT", str(slurm.port_of_job(job)))
+        os.environ.setdefault("MASTER_ADDR", machine.first_host(nodes))
+        os.environ.setdefault("MASTER_PORT", str(machine.port_of_job(job)))
     if "MASTER_ADDR" not in os.environ:
         if topology.local_world_size < topology.world_size:
             raise ConfigurationError(

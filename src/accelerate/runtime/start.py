@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.config import env
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend

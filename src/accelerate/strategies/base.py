@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType, DynamoBackend
+from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import (
     LoaderPart,
     ModelPart,

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.runtime.runtime import Runtime
 from accelerate.strategies.base import Capabilities, Strategy
 from accelerate.strategies.request import EngineRequest

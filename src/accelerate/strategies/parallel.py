@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
 from accelerate.parallel.gradients import GradientMean, clip_grad_norm, local, scale_gradients, split_like, whole
 from accelerate.parallel.mesh import averaging_group, axis_group

@@ -7,8 +7,8 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from accelerate._base.choice import Choice
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
 from accelerate.runtime.runtime import Runtime
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DDPStrategy

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
-from accelerate._base.warn_once import warn_once
 from accelerate.config import env
 from accelerate.tracking.base import GeneralTracker, on_main_process
 from accelerate.tracking.values import numbers, plain

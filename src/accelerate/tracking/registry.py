@@ -12,7 +12,7 @@ from typing import Any
 from accelerate._base import imports
 from accelerate._base.enums import LoggerType
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.runtime import current
 from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker

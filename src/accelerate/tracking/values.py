@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 
 
 def plain(value: Any) -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from accelerate._base.stopping import STOP_FOLDER
-from accelerate._base.warn_once import warn_once
+from accelerate._base.constants import STOP_FOLDER
+from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.runtime import current, process_group
 from accelerate.watch.agreement import Agreement

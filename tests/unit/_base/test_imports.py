@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from accelerate._base import imports
-from accelerate._base.errors import MissingPackageError
+from accelerate._base.errors import ConfigurationError, MissingPackageError
 
 
 def test_installed_and_absent_packages() -> None:
@@ -95,3 +97,29 @@ def test_checks_import_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("operation", "other", "expected"),
+    [(">", "1.9", True), (">=", "1.10", True), ("==", "1.10", True), ("!=", "1.10", False), ("<=", "1.9", False)],
+)
+def test_ten_comes_after_nine(operation: str, other: str, expected: bool) -> None:
+    assert imports.compare_versions(Version("1.10"), operation, other) is expected
+
+
+def test_installed_library_by_name() -> None:
+    found = importlib.metadata.version("packaging")
+    assert imports.compare_versions("packaging", "==", found)
+    assert not imports.compare_versions("packaging", "<", found)
+
+
+def test_torch() -> None:
+    assert imports.is_torch_version("==", importlib.metadata.version("torch"))
+    assert imports.torch_version == Version(importlib.metadata.version("torch"))
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ConfigurationError, match=r"'=>' is not a comparison.*'>='"):
+        imports.compare_versions("packaging", "=>", "1.0")
+    with pytest.raises(MissingPackageError, match="pip install wings-of-wax"):
+        imports.compare_versions("wings-of-wax", ">", "1.0")

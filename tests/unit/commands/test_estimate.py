@@ -19,10 +19,10 @@ from tests.support.processes import script_environment
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.ports import get_free_port
 from accelerate.commands import estimate
 from accelerate.commands.accelerate_cli import run
 from accelerate.commands.estimate_source import find_model
+from accelerate.devices.machine import get_free_port
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from accelerate._base import warn_once
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import reset_warnings
 from accelerate.commands import accelerate_cli
 from accelerate.commands.to_fsdp2 import (
     ARGUMENT_KEY_MAPPING,
@@ -86,7 +86,7 @@ def test_a_file_is_replaced_on_request_only(old_file: Path, capsys: pytest.Captu
     ],
 )
 def test_strategies_become_yes_or_no(strategy: object, frees: bool, recwarn: pytest.WarningsRecorder) -> None:
-    warn_once.reset()
+    reset_warnings()
     converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
     assert converted["fsdp_config"] == {"fsdp_reshard_after_forward": frees, "fsdp_version": 2}
     said = " ".join(str(entry.message) for entry in recwarn)
@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
 
 def test_what_is_converted_already_stays() -> None:
     config = {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True}}
-    warn_once.reset()
+    reset_warnings()
     with pytest.warns(UserWarning, match="already"):
         assert convert_config_to_fsdp2(config) is config
     with pytest.warns(UserWarning, match="no fsdp_config"):

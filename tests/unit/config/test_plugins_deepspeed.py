@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accelerate._base import warn_once
 from accelerate._base.errors import ConfigurationError, MissingPackageError
+from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import deepspeed_required, is_deepspeed_available
 from accelerate.config.sections.deepspeed_config import HfDeepSpeedConfig
 from accelerate.config.sections.plugins_deepspeed import DeepSpeedPlugin
@@ -36,7 +36,7 @@ without_deepspeed = pytest.mark.skipif(is_deepspeed_available(), reason="says wh
 
 @pytest.fixture(autouse=True)
 def clean() -> None:
-    warn_once.reset()
+    reset_warnings()
 
 
 def plugin(config: dict[str, Any] | None = None, **options: Any) -> DeepSpeedPlugin:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accelerate._base import warn_once
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import reset_warnings
 from accelerate.config.sections.fsdp_torch import get_module_class_from_name
 from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin as Plugin
 
@@ -26,7 +26,7 @@ RAM = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(RAM, "")
-    warn_once.reset()
+    reset_warnings()
 
 
 class Block(nn.Module):

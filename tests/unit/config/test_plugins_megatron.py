@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate._base import warn_once
 from accelerate._base.errors import ConfigurationError, MissingPackageError
+from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import is_package_available
 from accelerate.config.sections.megatron_models import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
@@ -51,7 +51,7 @@ GPT2 = {
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    warn_once.reset()
+    reset_warnings()
     before = dict(MODEL_CONFIGS_TO_MEGATRON_PARSERS)
     yield
     MODEL_CONFIGS_TO_MEGATRON_PARSERS.clear()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate._base import warn_once
 from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import reset_warnings
 from accelerate.utils import (
     BnbQuantizationConfig,
     DeepSpeedPlugin,
@@ -26,7 +26,7 @@ from accelerate.utils import (
 
 @pytest.fixture(autouse=True)
 def clean() -> None:
-    warn_once.reset()
+    reset_warnings()
 
 
 def test_8_bits() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from tests.support.processes import run_group
 
-from accelerate._base import warn_once
 from accelerate._base.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate._base.errors import ConfigurationError, MissingPackageError
+from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import is_torchao_available, is_transformer_engine_available
 from accelerate.config.sections.dynamo import TorchDynamoPlugin
 from accelerate.config.sections.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -260,7 +260,7 @@ def test_transformer_engine_recipe_names_its_package() -> None:
 
 
 def test_the_old_recipe_still_reads_every_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    warn_once.reset()
+    reset_warnings()
     for name, value in {
         "BACKEND": "msamp",
         "FORMAT": "e4m3",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from accelerate.devices import registry
 from accelerate.devices.hardware import CPU, KNOWN
-from accelerate.devices.machine import Machine, SlurmJob, detect
+from accelerate.devices.machine import Machine, SlurmJob, detect, get_free_port, is_port_in_use
 
 
 def make(root: Path, *files: str) -> Path:
@@ -89,3 +90,13 @@ def test_mpirun_is_looked_for_on_the_path(tmp_path: Path) -> None:
     program.chmod(0o755)
     assert detect({"PATH": str(program.parent)}, root=tmp_path).has_mpirun
     assert not detect({"PATH": str(tmp_path)}, root=tmp_path).has_mpirun
+
+
+def test_ports() -> None:
+    port = get_free_port()
+    assert not is_port_in_use(port)
+    assert port < 32_768, "the system hands out the ports from there on to any connection"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert is_port_in_use(listener.getsockname()[1])

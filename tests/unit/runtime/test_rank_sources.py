@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from accelerate._base import slurm
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.env import clear_environment, patch_environment
+from accelerate.devices import machine
 from accelerate.runtime import rank_sources
 from accelerate.runtime.topology import Topology
 
@@ -120,12 +120,12 @@ def test_ranks_that_cannot_be(rank: int, world_size: int, local_rank: int) -> No
     ],
 )
 def test_first_host_of_a_node_list(nodes: str, host: str) -> None:
-    assert slurm.first_host(nodes) == host
+    assert machine.first_host(nodes) == host
 
 
 def test_an_empty_node_list() -> None:
     with pytest.raises(ConfigurationError, match="names no host"):
-        slurm.first_host("")
+        machine.first_host("")
 
 
 def published(topology: Topology, **variables: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accelerate._base.errors import MissingPackageError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.config.knob import FLAGS, INTEGER, ONE_ZERO, TRUE_FALSE, UPPER, YES_NO, Ask, knob, shared, word_of
 from accelerate.config.sections.launch_section import LaunchSection

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.config.knob import INTEGER, NUMBER, Codec, knob, or_auto, shared
 from accelerate.config.sections.deepspeed import DeepSpeedOptions

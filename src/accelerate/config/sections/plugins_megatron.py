@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config.knob import Codec, knob, shared
 from accelerate.config.sections.megatron import MegatronOptions
 from accelerate.config.sections.megatron_models import parser_for

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config.knob import YES_NO, knob, shared
 from accelerate.config.sections.parallelism import ParallelismOptions
 from accelerate.config.settings import Settings

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config.knob import knob
 from accelerate.config.settings import Settings
 

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from accelerate._base.choice import Choice
 from accelerate._base.enums import DistributedType
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import Choice, warn_once
 from accelerate.checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
 from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 from accelerate.parallel.activation_checkpoint import checkpoint_blocks

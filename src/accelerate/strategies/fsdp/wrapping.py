@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.warn_once import warn_once
+from accelerate._base.helpers import warn_once
 from accelerate.config.sections import fsdp_torch
 from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
 from accelerate.parallel.activation_checkpoint import inner_block

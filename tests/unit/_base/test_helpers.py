@@ -1,15 +1,16 @@
-"""Small pure helpers."""
+"""Small helpers: text, nested dictionaries, and warnings that are shown once."""
 
 from __future__ import annotations
 
 import socket
+import warnings
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate._base.ports import get_free_port, is_port_in_use
-from accelerate._base.text import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
+from accelerate._base import helpers
+from accelerate._base.helpers import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr, warn_once
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,40 @@ def test_recursive_getattr() -> None:
         recursive_getattr(os, "path.nonsense")
 
 
-def test_ports() -> None:
-    port = get_free_port()
-    assert not is_port_in_use(port)
-    assert port < 32_768, "the system hands out the ports from there on to any connection"
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        assert is_port_in_use(listener.getsockname()[1])
+@pytest.fixture(autouse=True)
+def _fresh_memory() -> None:
+    helpers.reset_warnings()
+
+
+def _caller() -> None:
+    warn_once("the same words")
+
+
+def _caller_thrice() -> None:
+    for _ in range(3):
+        _caller()
+
+
+def test_once_until_reset() -> None:
+    with pytest.warns(UserWarning, match="the same words") as seen:
+        _caller_thrice()
+    assert len(seen) == 1
+    helpers.reset_warnings()
+    with pytest.warns(UserWarning, match="the same words"):
+        _caller()
+
+
+def test_the_warning_names_this_file_and_the_line_of_the_call() -> None:
+    with pytest.warns(UserWarning, match="the same words") as seen:
+        _caller()
+    assert seen[0].filename == __file__
+    line = _caller.__code__.co_firstlineno
+    assert seen[0].lineno > line + 1, "the line inside the helper was named, not the one that called it"
+
+
+def test_other_words_and_categories_show() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_once("one")
+        warn_once("two", FutureWarning)
+    assert [entry.category for entry in seen] == [UserWarning, FutureWarning]

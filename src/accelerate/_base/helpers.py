@@ -1,17 +1,45 @@
-"""Small pure helpers for names, sizes and nested dictionaries."""
+"""Small helpers of every room: a decision with its reason, a warning shown once, names and sizes as text."""
 
 from __future__ import annotations
 
-import platform
+import warnings
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from packaging.version import InvalidVersion, parse
-
-from accelerate._base.warn_once import warn_once
+T = TypeVar("T")
 
 _UNITS = ("bytes", "KB", "MB", "GB", "TB")
 _OLDEST_KERNEL = "5.5.0"
+_shown_warnings: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """Hold what was decided and why, so that the decision can be logged and tested."""
+
+    value: T
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.value} ({self.reason})"
+
+
+def warn_once(message: str, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
+    """Warn with `message`, unless this process already did.
+
+    Args:
+        stacklevel: As in `warnings.warn`, counted from the caller: 2 names the line that called the caller.
+    """
+    if message in _shown_warnings:
+        return
+    _shown_warnings.add(message)
+    warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def reset_warnings() -> None:
+    """Forget which warnings were shown, so that each may show again."""
+    _shown_warnings.clear()
 
 
 def convert_bytes(size: float) -> str:
@@ -47,6 +75,10 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 
 def check_os_kernel() -> None:
     """Warn on a Linux kernel so old that processes are known to hang on it."""
+    import platform
+
+    from packaging.version import InvalidVersion, parse
+
     if platform.system() != "Linux":
         return
     release = platform.release().partition("-")[0].partition("+")[0]
