@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from accelerate._base.helpers import merge_dicts as merge_dicts
     from accelerate._base.helpers import recursive_getattr as recursive_getattr
     from accelerate.checkpointing.files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-    from accelerate.checkpointing.files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
     from accelerate.checkpointing.files import load as load
     from accelerate.checkpointing.files import save as save
     from accelerate.devices.machine import get_free_port as get_free_port
     from accelerate.devices.machine import is_port_in_use as is_port_in_use
+    from accelerate.offload.safetensors_format import (
+        clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    )
     from accelerate.parallel.compile import compile_regions as compile_regions
     from accelerate.parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
     from accelerate.parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
@@ -38,7 +40,8 @@ else:
             {
                 "accelerate.devices.machine": "get_free_port is_port_in_use",
                 "accelerate._base.helpers": "check_os_kernel convert_bytes get_pretty_name merge_dicts recursive_getattr",
-                "accelerate.checkpointing.files": "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save",
+                "accelerate.checkpointing.files": "TORCH_SAFE_GLOBALS load save",
+                "accelerate.offload.safetensors_format": "clean_state_dict_for_safetensors",
                 "accelerate.parallel.compile": (
                     "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions "
                     "has_repeated_blocks is_compiled_module is_repeated_blocks"
