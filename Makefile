@@ -2,8 +2,11 @@
 #
 #   make demo     train a small network on real data with two processes and plot the run
 #   make test     everything that make check does, then the test suite
+#   make quick    lint of the files that changed, and the unit tests, in about three minutes
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
+#   make coverage the lines that no test reaches, as a report and in htmlcov/
 #   make bench    speed beside plain PyTorch and the previous major release
+#   make pages    rewrite what tools write into README.md and the documentation
 #   make docs     the documentation as a site in site/
 #   make format   rewrite the code in the house format
 #   make clean    remove environments, caches and build output
@@ -19,10 +22,11 @@ PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --cons
 # Tests that start groups of processes run after the others: those of one file one at a time, two files beside each other.
 GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/examples tests/faults)
 # Hundreds of programs are started: each would compile the package again where no bytecode is kept.
-PYTEST := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench docs format clean unit-tests group-tests
+.PHONY: demo test quick check coverage bench pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -67,6 +71,31 @@ check: $(VENV)/.dev
 	$(BIN)/codespell
 	$(BIN)/mkdocs build --strict --quiet
 
+# Files that differ from the branch point, and new ones.
+BASE ?= main
+CHANGED = { git diff --name-only --diff-filter=d "$$(git merge-base HEAD $(BASE) || echo HEAD)"; \
+	git ls-files --others --exclude-standard; } | grep '[.]py$$'
+
+quick: $(VENV)/.dev
+	$(CHANGED) | xargs -r $(BIN)/ruff check
+	$(CHANGED) | xargs -r $(BIN)/ruff format --check
+	$(BIN)/python tools/check_rooms.py
+	$(PYTEST) -n 2 --dist loadfile -m "not multiprocess" tests/unit
+
+# Processes write a file each; the report is made of all of them. COVERED=tests/unit measures a part of the tests.
+COVERAGE := $(BIN)/python -m coverage
+coverage: $(VENV)/.dev
+	$(COVERAGE) erase
+	-$(TEST_ENVIRONMENT) $(COVERAGE) run -m pytest -n 2 --dist loadfile $(COVERED)
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) html --quiet
+	$(COVERAGE) report
+
+walks: $(VENV)/.dev
+	$(BIN)/python -m tools.record_walks
+
+pages: walks
+
 bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
 	$(BIN)/python benchmarks/run.py --reference $(REFERENCE_VENV)/bin/python
 
@@ -78,5 +107,5 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(REFERENCE_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(REFERENCE_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,8 +10,7 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.imports import require
-from accelerate.checkpointing.weight_folder import STAGE_MARK, WeightFormat, index_into, index_text, stale_names
-from accelerate.runtime.atomic import partial_name
+from accelerate.checkpointing.weight_folder import WeightFormat, index_into, index_text, new_stage_name, stale_names
 
 
 def is_address(save_directory: object) -> bool:
@@ -41,7 +40,7 @@ class RemoteFolder:
                 'address such as "s3://bucket/folder".'
             ) from error
         self._root = root.rstrip("/")
-        self._stage = partial_name(mark=STAGE_MARK)
+        self._stage = new_stage_name()
 
     def __str__(self) -> str:
         return self._address

@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing import names
+from accelerate.checkpointing import names, staging
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.runtime import atomic
 
-_SEALED = f"{atomic.HIDDEN}sealed"
+_SEALED = f"{names.HIDDEN}sealed"
 
 
 def is_pending(folder: Path) -> bool:
@@ -28,7 +27,7 @@ def seal(stage: Path, folder: Path) -> None:
     """Make the files of a stage, its manifest among them, the checkpoint of the folder."""
     finish(folder)
     stage.rename(folder / _SEALED)
-    atomic.sync(folder)
+    staging.sync(folder)
     finish(folder)
 
 
@@ -39,16 +38,32 @@ def finish(folder: Path) -> None:
         return
     new = Manifest.read(source)
     if new is not None:
-        files = {record.name for record in new.files}
+        _drop_old(folder, {record.name for record in new.files})
+        for record in new.files:
+            _move(source / record.name, folder / record.name)
+        staging.sync(folder)
         # The manifest last: until then the old one says which old files are still to go.
-        atomic.move_files(source, folder, files, stale=_own_files(folder) - files, last=names.MANIFEST)
+        _move(source / names.MANIFEST, folder / names.MANIFEST)
+    staging.sync(folder)
     shutil.rmtree(source, ignore_errors=True)
 
 
-def _own_files(folder: Path) -> set[str]:
-    """Return the files of the checkpoint in a folder."""
-    with suppress(CheckpointError):
+def _move(source: Path, target: Path) -> None:
+    with suppress(FileNotFoundError):  # moved before a kill
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.replace(target)
+
+
+def _drop_old(folder: Path, kept: set[str]) -> None:
+    """Remove the files of the checkpoint that is replaced."""
+    try:
         old = Manifest.read(folder)
-        if old is not None:
-            return {record.name for record in old.files}
-    return {file.name for file in folder.iterdir() if file.is_file() and names.is_own_file(file.name)}
+    except CheckpointError:
+        old = None
+    if old is not None:
+        files = {record.name for record in old.files}
+    else:
+        files = {file.name for file in folder.iterdir() if file.is_file() and names.is_own_file(file.name)}
+    for name in files - kept:
+        with suppress(OSError):
+            (folder / name).unlink()

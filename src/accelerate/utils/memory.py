@@ -1,5 +1,8 @@
-"""Memory helpers; the names stand in `memory.pyi`."""
+"""Memory helpers under their public path."""
 
-from accelerate._base.lazy import attach_stub
+from __future__ import annotations
 
-__getattr__, __dir__ = attach_stub(__name__)
+from accelerate.collectives.out_of_memory import find_executable_batch_size as find_executable_batch_size
+from accelerate.runtime.memory import clear_device_cache as clear_device_cache
+from accelerate.runtime.memory import release_memory as release_memory
+from accelerate.runtime.memory import should_reduce_batch_size as should_reduce_batch_size

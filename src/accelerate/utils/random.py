@@ -1,5 +1,7 @@
-"""Seeding; the names stand in `random.pyi`."""
+"""Seeding under its public path."""
 
-from accelerate._base.lazy import attach_stub
+from __future__ import annotations
 
-__getattr__, __dir__ = attach_stub(__name__)
+from accelerate.collectives.rng import set_seed as set_seed
+from accelerate.collectives.rng import synchronize_rng_state as synchronize_rng_state
+from accelerate.collectives.rng import synchronize_rng_states as synchronize_rng_states

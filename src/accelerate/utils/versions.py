@@ -1,5 +1,7 @@
-"""Version comparison; the names stand in `versions.pyi`."""
+"""Version comparison under its public path."""
 
-from accelerate._base.lazy import attach_stub
+from __future__ import annotations
 
-__getattr__, __dir__ = attach_stub(__name__)
+from accelerate._base.imports import compare_versions as compare_versions
+from accelerate._base.imports import is_torch_version as is_torch_version
+from accelerate._base.imports import torch_version as torch_version

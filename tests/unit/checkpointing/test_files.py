@@ -17,8 +17,7 @@ from tests.support.processes import run_group
 
 from accelerate import Accelerator, PartialState
 from accelerate._base.errors import WrongTypeError
-from accelerate.checkpointing.files import load, save
-from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors
+from accelerate.checkpointing.files import clean_state_dict_for_safetensors, load, save
 
 
 def test_a_torch_file(tmp_path: Path) -> None:
