@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -112,18 +113,16 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
+@cache
+def _upcast_layers() -> tuple[type[nn.Module], ...]:
+    from torch import nn
+
+    names = ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear")
+    return tuple(getattr(nn, name) for name in names)
+
+
 def __getattr__(name: str) -> tuple[type[nn.Module], ...]:
     # The one constant made of torch classes waits until somebody reads it: this module must load without torch.
     if name == "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":
-        from torch import nn
-
-        return (
-            nn.Conv1d,
-            nn.Conv2d,
-            nn.Conv3d,
-            nn.ConvTranspose1d,
-            nn.ConvTranspose2d,
-            nn.ConvTranspose3d,
-            nn.Linear,
-        )
+        return _upcast_layers()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,21 @@
-"""Module attributes that are imported when they are first read (PEP 562)."""
+"""Modules whose names live elsewhere and are imported when they are first read (PEP 562).
+
+The table of public names is the stubs: `utils/operations.pyi` lists what `accelerate.utils.operations` shows, each name
+once with its home. Type checkers read it as a stub, and the module beside it reads it here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+
+Attached = tuple[Callable[[str], object], Callable[[], list[str]]]
 
 # What a lazy module imports for its own making.
-_MACHINERY = frozenset({"TYPE_CHECKING", "annotations", "attach", "by_home", "starred"})
+_MACHINERY = frozenset({"TYPE_CHECKING", "annotations", "attach", "attach_stub", "by_home", "env", "starred"})
+_PACKAGE_FOLDER = __file__.rpartition("_base")[0]
 
 
 def by_home(homes: Mapping[str, str]) -> dict[str, str]:
@@ -25,7 +33,47 @@ def starred(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({name for name in names if not name.startswith("_")} - _MACHINERY))
 
 
-def attach(module_name: str, table: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+@cache
+def stub_names(module_name: str) -> dict[str, str]:
+    """Return the names that the stub of a module of this package lists, each with its home as `attach` takes it.
+
+    A stub may hold three kinds of statements: `from home import name as name`; `from accelerate.utils.part import *`,
+    which stands for the names of that module's stub and for the module itself; and `other = name` after a plain
+    `from home import name`.
+    """
+    path = _PACKAGE_FOLDER + "/".join(module_name.split(".")[1:])
+    # By its namespace: to ask a lazy module for an attribute that it lacks would lead here again.
+    is_package = module_name in sys.modules and "__path__" in vars(sys.modules[module_name])
+    # By the loader, because the package may lie in an archive.
+    data: bytes = __loader__.get_data(path.rstrip("/") + ("/__init__.pyi" if is_package else ".pyi"))  # type: ignore[name-defined]
+    names: dict[str, str] = {}
+    homes: dict[str, str] = {}
+    # A statement that is too long for a line stands in parentheses on three.
+    for statement in data.decode().replace("(\n", "").replace(",\n)", "").splitlines():
+        match statement.split():
+            case ["from", home, "import", "*"]:
+                names |= {**stub_names(home), home.rpartition(".")[2]: home}
+            case ["from", home, "import", name, "as", _]:
+                names[name] = home
+            case ["from", home, "import", name]:
+                homes[name] = home
+            case [name, "=", original]:
+                names[name] = f"{homes[original]}:{original}"
+    return names
+
+
+def attach_stub(module_name: str) -> Attached:
+    """Make `__getattr__` and `__dir__` for a module from the stub beside it, which is read with the first name."""
+
+    def resolve(name: str) -> object:
+        if name == "__all__":  # of a star import
+            return starred({*vars(sys.modules[module_name]), *stub_names(module_name)})
+        return _resolve(module_name, stub_names(module_name), name)
+
+    return resolve, lambda: sorted({*vars(sys.modules[module_name]), *stub_names(module_name)})
+
+
+def attach(module_name: str, table: Mapping[str, str]) -> Attached:
     """Make `__getattr__` and `__dir__` for a module whose names live elsewhere.
 
     Args:
@@ -34,21 +82,22 @@ def attach(module_name: str, table: Mapping[str, str]) -> tuple[Callable[[str], 
             when it differs. A home that is the sub-module of that very name (`{"state": "accelerate.state"}`) gives
             the sub-module itself.
     """
+    return lambda name: _resolve(module_name, table, name), lambda: sorted({*vars(sys.modules[module_name]), *table})
 
-    def resolve(name: str) -> object:
-        home = table.get(name)
-        if home is None:
-            raise AttributeError(
-                f"module {module_name!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module_name)
-            )
-        path, _, attribute = home.partition(":")
-        module = importlib.import_module(path)
-        value: object = module if path == f"{module_name}.{name}" else getattr(module, attribute or name)
-        # Kept in the module's own namespace: the next reading does not come here.
-        vars(sys.modules[module_name])[name] = value
-        return value
 
-    def names() -> list[str]:
-        return sorted({*vars(sys.modules[module_name]), *table})
-
-    return resolve, names
+def _resolve(module_name: str, table: Mapping[str, str], name: str) -> object:
+    home = table.get(name)
+    if home is None:
+        raise AttributeError(
+            f"module {module_name!r} has no attribute {name!r}", name=name, obj=sys.modules.get(module_name)
+        )
+    path, _, attribute = home.partition(":")
+    submodule = f"{module_name}.{name}"
+    value: object = (
+        importlib.import_module(submodule)
+        if submodule in (path, f"{path}.{name}")
+        else getattr(importlib.import_module(path), attribute or name)
+    )
+    # Kept in the module's own namespace: the next reading does not come here.
+    vars(sys.modules[module_name])[name] = value
+    return value

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.checkpointing import names, sealed, staging
+from accelerate.checkpointing import names, sealed
 from accelerate.checkpointing.manifest import Facts, Manifest
+from accelerate.runtime import atomic
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def prune(folder: Path | str, keep: int, *, spare: Path | None = None) -> list[P
     """Remove what `surplus` names in a folder, the newest first, and return it."""
     removed = [info.path for info in reversed(surplus(catalog(folder), keep, spare=spare))]
     for path in removed:
-        staging.remove(path)
+        atomic.remove_folder(path)
     return removed
 
 
@@ -113,7 +114,7 @@ def _checkpoint_folders(folder: Path) -> Iterator[Path]:
     if not folder.is_dir():
         return
     for entry in folder.iterdir():
-        if entry.is_dir() and not entry.name.startswith(names.HIDDEN) and is_checkpoint(entry):
+        if entry.is_dir() and not entry.name.startswith(atomic.HIDDEN) and is_checkpoint(entry):
             yield entry
 
 

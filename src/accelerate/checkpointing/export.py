@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import CheckpointError, ConfigurationError, UsageError, WrongTypeError
-from accelerate.checkpointing.files import shared_names, tell_dropped_names
 from accelerate.checkpointing.folder import StagedFolder
 from accelerate.checkpointing.remote_folder import RemoteFolder, is_address
 from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, LocalFolder, WeightFolder, WeightFormat
 from accelerate.offload.loading import COMPILED
 from accelerate.offload.offloaded import OffloadedWeight, offloaded_weights
+from accelerate.offload.safetensors_format import shared_names, warn_of_dropped_names
 from accelerate.offload.sizes import convert_file_size_to_int
 from accelerate.offload.tensors import identity_in_memory
 
@@ -132,7 +132,7 @@ def save_weights(
     shared = shared_names({name: weight.identity for name, weight in weights.tensors.items()})
     files, index = _plan(weights, shared, kind, convert_file_size_to_int(max_shard_size))
     if safe_serialization:
-        tell_dropped_names(shared)
+        warn_of_dropped_names(shared)
     try:
         with folder.stage() as stage, closing(StagedFolder(stage)) as staged:
             for number, (file, names) in enumerate(files.items()):

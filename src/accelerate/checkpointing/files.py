@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping
 from os import PathLike, fspath
 from typing import IO, Any
 
@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch.serialization import safe_globals
 
 from accelerate._base.errors import WrongTypeError
-from accelerate._base.helpers import warn_once
-from accelerate.offload.tensors import identity_in_memory
+from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors
 from accelerate.runtime import current
 
 TORCH_SAFE_GLOBALS: list[Any] = [
@@ -26,53 +25,6 @@ TORCH_SAFE_GLOBALS: list[Any] = [
     type(numpy.dtype(numpy.uint32)),
 ]
 """The types beyond tensors that `load` accepts in a file."""
-
-
-def shared_names(identities: Mapping[str, Hashable | None]) -> dict[str, str]:
-    """Return the further names of tensors that have several, each with the first name of its tensor.
-
-    Args:
-        identities: What the names of one tensor have in common; None for a tensor that has one name only.
-    """
-    owners: dict[Hashable, str] = {}
-    firsts = {name: owners.setdefault(key, name) for name, key in identities.items() if key is not None}
-    return {name: first for name, first in firsts.items() if name != first}
-
-
-def tell_dropped_names(names: Iterable[str]) -> None:
-    """Say once that names of shared tensors are left out of a file."""
-    if dropped := list(names):
-        warn_once(f"These tensors share memory with others and are saved under the first name only: {dropped}.")
-
-
-def drop_shared_names(state_dict: dict[str, Any]) -> list[str]:
-    """Leave one name of each tensor that has several, make tensors contiguous, in place, and return what was dropped.
-
-    Different parts of one memory are different tensors: they are copied.
-    """
-    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
-    dropped = shared_names({name: identity_in_memory(tensor) for name, tensor in tensors.items()})
-    storages: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in tensors.items():
-        if name in dropped:
-            del state_dict[name]
-            continue
-        packed = state_dict[name] = tensor.contiguous()
-        if packed.device.type == "meta" or packed.numel() == 0:
-            continue
-        storage = (packed.device, packed.untyped_storage().data_ptr())
-        if storages.setdefault(storage, name) != name:
-            state_dict[name] = packed.clone()
-    return list(dropped)
-
-
-def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Leave one name of each tensor that has several, and make tensors contiguous, in place.
-
-    safetensors refuses shared memory; the names that are dropped are tied again when the weights are loaded.
-    """
-    tell_dropped_names(drop_shared_names(state_dict))
-    return state_dict
 
 
 def save(

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import torch
 
-from accelerate.checkpointing import safetensors_file
 from accelerate.checkpointing.checksum import Checksum, checksum
 from accelerate.checkpointing.helper_thread import HelperThread
 from accelerate.checkpointing.manifest import FileRecord
-from accelerate.checkpointing.staging import sync
+from accelerate.offload.safetensors_format import write_safetensors
+from accelerate.runtime.atomic import sync
 
 _OVERLAP_FROM = 2**20
 """Pieces of this size are summed in a second thread while they are written."""
@@ -41,7 +41,7 @@ class StagedFolder:
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Write a flat mapping of tensors as safetensors."""
         with closing(_SummedFile(self.path / name, self._summing)) as file:
-            safetensors_file.write(file, tensors, metadata)
+            write_safetensors(file, tensors, metadata)
         self._note(name, file)
 
     def write_torch(self, name: str, value: object) -> None:

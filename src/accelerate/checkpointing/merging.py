@@ -10,10 +10,10 @@ import torch
 
 from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
-from accelerate.checkpointing import safetensors_file
 from accelerate.checkpointing.sharded import METADATA, WholeTensors, is_sharded
-from accelerate.checkpointing.staging import sync
+from accelerate.offload.safetensors_format import write_safetensors
 from accelerate.runtime import current
+from accelerate.runtime.atomic import atomic_file
 from accelerate.runtime.process_control import barrier
 
 _SHOWN = 6
@@ -54,9 +54,11 @@ def _merge(folder: Path, target: Path, safe_serialization: bool, remove: bool) -
     target.mkdir(parents=True, exist_ok=True)
     tensors = WholeTensors(source)
     if safe_serialization:
-        _write_safetensors(tensors, target / SAFE_WEIGHTS_NAME)
+        with atomic_file(target / SAFE_WEIGHTS_NAME) as partial, partial.open("wb") as file:
+            write_safetensors(file, tensors.shapes, {"format": "pt"}, tensors.in_order)
     else:
-        torch.save(dict(tensors.in_order(tensors.shapes)), target / WEIGHTS_NAME)
+        with atomic_file(target / WEIGHTS_NAME) as partial:
+            torch.save(dict(tensors.in_order(tensors.shapes)), partial)
     if remove:
         shutil.rmtree(source)
 
@@ -84,15 +86,3 @@ def find_shards(folder: Path) -> Path:
         f"{str(folder)!r} is not the folder of one model's shards: {what}. "
         + (f"Give one of {shown}." if shown else "Give a folder that was saved with SHARDED_STATE_DICT.")
     )
-
-
-def _write_safetensors(tensors: WholeTensors, target: Path) -> None:
-    """Write beside the target and put it in its place when it is whole."""
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            safetensors_file.write(file, tensors.shapes, {"format": "pt"}, fetch=tensors.in_order)
-        sync(unfinished)
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)

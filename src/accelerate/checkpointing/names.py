@@ -12,8 +12,6 @@ PROGRESS = "progress.json"
 SCALER = constants.SCALER_NAME
 CHECKPOINTS = "checkpoints"
 """The folder of a project that holds its numbered checkpoints."""
-HIDDEN = "."
-"""How the names of folders begin that are no checkpoints: those in the making and those being removed."""
 
 _LOADER, _STATEFUL_LOADER, _CUSTOM, _WINDOW = "loader", "dl_state_dict", "custom_checkpoint", "window"
 _STEMS = [

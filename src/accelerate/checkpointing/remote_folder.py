@@ -10,7 +10,8 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.imports import require
-from accelerate.checkpointing.weight_folder import WeightFormat, index_into, index_text, new_stage_name, stale_names
+from accelerate.checkpointing.weight_folder import STAGE_MARK, WeightFormat, index_into, index_text, stale_names
+from accelerate.runtime.atomic import partial_name
 
 
 def is_address(save_directory: object) -> bool:
@@ -40,7 +41,7 @@ class RemoteFolder:
                 'address such as "s3://bucket/folder".'
             ) from error
         self._root = root.rstrip("/")
-        self._stage = new_stage_name()
+        self._stage = partial_name(mark=STAGE_MARK)
 
     def __str__(self) -> str:
         return self._address

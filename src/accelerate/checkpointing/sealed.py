@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing import names, staging
+from accelerate.checkpointing import names
 from accelerate.checkpointing.manifest import Manifest
+from accelerate.runtime import atomic
 
-_SEALED = f"{names.HIDDEN}sealed"
+_SEALED = f"{atomic.HIDDEN}sealed"
 
 
 def is_pending(folder: Path) -> bool:
@@ -27,7 +28,7 @@ def seal(stage: Path, folder: Path) -> None:
     """Make the files of a stage, its manifest among them, the checkpoint of the folder."""
     finish(folder)
     stage.rename(folder / _SEALED)
-    staging.sync(folder)
+    atomic.sync(folder)
     finish(folder)
 
 
@@ -38,32 +39,16 @@ def finish(folder: Path) -> None:
         return
     new = Manifest.read(source)
     if new is not None:
-        _drop_old(folder, {record.name for record in new.files})
-        for record in new.files:
-            _move(source / record.name, folder / record.name)
-        staging.sync(folder)
+        files = {record.name for record in new.files}
         # The manifest last: until then the old one says which old files are still to go.
-        _move(source / names.MANIFEST, folder / names.MANIFEST)
-    staging.sync(folder)
+        atomic.move_files(source, folder, files, stale=_own_files(folder) - files, last=names.MANIFEST)
     shutil.rmtree(source, ignore_errors=True)
 
 
-def _move(source: Path, target: Path) -> None:
-    with suppress(FileNotFoundError):  # moved before a kill
-        target.parent.mkdir(parents=True, exist_ok=True)
-        source.replace(target)
-
-
-def _drop_old(folder: Path, kept: set[str]) -> None:
-    """Remove the files of the checkpoint that is replaced."""
-    try:
+def _own_files(folder: Path) -> set[str]:
+    """Return the files of the checkpoint in a folder."""
+    with suppress(CheckpointError):
         old = Manifest.read(folder)
-    except CheckpointError:
-        old = None
-    if old is not None:
-        files = {record.name for record in old.files}
-    else:
-        files = {file.name for file in folder.iterdir() if file.is_file() and names.is_own_file(file.name)}
-    for name in files - kept:
-        with suppress(OSError):
-            (folder / name).unlink()
+        if old is not None:
+            return {record.name for record in old.files}
+    return {file.name for file in folder.iterdir() if file.is_file() and names.is_own_file(file.name)}

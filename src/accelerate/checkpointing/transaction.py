@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing import sealed, staging
+from accelerate.checkpointing import sealed
 from accelerate.checkpointing.folder import StagedFolder, record_of
 from accelerate.checkpointing.manifest import Facts, FileRecord, Manifest
 from accelerate.checkpointing.names import MANIFEST
 from accelerate.checkpointing.team import Failure, Team
+from accelerate.runtime import atomic
 
 _NOT_SAVED = "saved; nothing was published, and earlier ones are untouched"
 
@@ -44,7 +45,7 @@ class Transaction:
         outcome: Path | Failure | None = None
         if team.leads:
             try:
-                outcome = _make_stage(target)
+                outcome = atomic.make_stage(target)
             except OSError as error:
                 outcome = Failure.of(team.rank, error)
         stage, *_ = team.share(outcome, target, "begun")
@@ -123,24 +124,10 @@ def publish(stage: Path, target: Path, manifest: Manifest) -> None:
     """Make a complete stage the checkpoint `target`, for good."""
     path = stage / MANIFEST
     path.write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
-    staging.sync(path)
+    atomic.sync(path)
     for folder in {stage, *((stage / record.name).parent for record in manifest.files)}:
-        staging.sync(folder)
+        atomic.sync(folder)
     if stage.parent == target:
         sealed.seal(stage, target)
     else:
-        stage.rename(target)
-        staging.sync(target.parent)
-
-
-def _make_stage(target: Path) -> Path:
-    """Make a folder on the disk of the target: inside it if there is something in it that has to stay, else beside it."""
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"{str(target)!r} is a file, and a checkpoint is a folder. Give another path.")
-    occupied = target.is_dir() and any(target.iterdir())
-    parent = target if occupied else target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    staging.remove_left_behind(parent)
-    stage = parent / staging.stage_name(target.name)
-    stage.mkdir()
-    return stage
+        atomic.swap_folder(stage, target)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import socket
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from accelerate._base import constants
-from accelerate.checkpointing.staging import sync
+from accelerate.runtime.atomic import partial_name, remove_abandoned, sync
 
-STAGE_PREFIX = ".accelerate-save-"
-"""How the names of stages begin. It is not how those of checkpoints do: an index may point into a stage for a while, so
-nothing but the next save of weights may remove it."""
+STAGE_MARK = "accelerate-save-"
+"""How stages are named. It is not how those of checkpoints are: an index may point into a stage for a while, so nothing but
+the next save of weights may remove it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class LocalFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stage = folder / new_stage_name()
+        self._stage = folder / partial_name(mark=STAGE_MARK)
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
@@ -116,13 +111,8 @@ class LocalFolder:
         for name in stale_names((file.name for file in folder.iterdir()), kind, files, index):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(stage, ignore_errors=True)
-        _remove_dead_stages(folder)
+        remove_abandoned(folder, STAGE_MARK)
         sync(folder)
-
-
-def new_stage_name() -> str:
-    """Return a name for a folder that belongs to this process."""
-    return f"{STAGE_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def stale_names(
@@ -183,12 +173,3 @@ def _twin(file: Path) -> Path:
         shutil.copyfile(file, twin)
         sync(twin)
     return twin
-
-
-def _remove_dead_stages(folder: Path) -> None:
-    """Remove what saves that were killed on this machine left."""
-    own = f"{STAGE_PREFIX}{socket.gethostname()}-"
-    for stage in folder.glob(f"{STAGE_PREFIX}*"):
-        process = stage.name.removeprefix(own).partition("-")[0]
-        if stage.name.startswith(own) and process.isdigit() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(stage, ignore_errors=True)

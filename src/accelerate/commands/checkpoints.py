@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import convert_bytes
-from accelerate.checkpointing import staging
 from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus
 from accelerate.checkpointing.verification import verified
+from accelerate.runtime.atomic import remove_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,7 +68,7 @@ def checkpoints_command(args: argparse.Namespace) -> None:
         _print(args, found, doomed)
     removed = doomed if doomed and (args.yes or _agreed(doomed)) else []
     for info in removed:
-        staging.remove(info.path)
+        remove_folder(info.path)
     if args.json:
         sys.stdout.write(json.dumps(_as_json(args, found, removed), indent=2) + "\n")
     elif args.prune:

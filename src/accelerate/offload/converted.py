@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.inventory import read_safetensors_header
-from accelerate.offload.mapped import ALIGNMENT, SAFETENSORS_NAMES
+from accelerate.offload.mapped import ALIGNMENT
 from accelerate.offload.progress import progress
+from accelerate.offload.safetensors_format import (
+    SafetensorsHeader,
+    dtype_name,
+    make_header,
+    read_header,
+    tensor_bytes,
+)
+from accelerate.runtime.atomic import atomic_file
 
 SUFFIX = ".offload.safetensors"
 
@@ -56,70 +61,39 @@ def write_converted(
     header = _header(source, weights)
     if source.is_file() and _is_there(target, header):
         return target
-    staged = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        _write(staged, header, _tensors(weights, read), sum(weight.nbytes for weight in weights))
-        staged.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            staged.unlink()
-        raise
+    dtypes = {weight.name: weight.dtype for weight in weights}
+    total = sum(weight.nbytes for weight in weights)
+    with (
+        atomic_file(target) as partial,
+        partial.open("wb") as file,
+        progress(total, "Writing weights for the disk", unit="B") as done,
+    ):
+        file.write(header.to_bytes())
+        for name in header.tensors:
+            tensor = read(name).to(dtypes[name])
+            if tensor.numel():
+                file.write(tensor_bytes(tensor))
+            done(tensor.nbytes)
     return target
 
 
-def _in_file_order(weights: Iterable[Wanted]) -> list[Wanted]:
-    # Wide elements first: every tensor then begins at a multiple of its element size.
-    return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
-
-
-def _header(source: Path, weights: Sequence[Wanted]) -> dict[str, Any]:
+def _header(source: Path, weights: Sequence[Wanted]) -> SafetensorsHeader:
     origin = {"source": str(source.absolute())}
     if source.is_file():  # another process may read it for this one
         status = source.stat()
         origin |= {"size": str(status.st_size), "modified": str(status.st_mtime_ns)}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **origin}}
-    position = 0
-    for weight in _in_file_order(weights):
-        if weight.dtype not in SAFETENSORS_NAMES:
+    for weight in weights:
+        if dtype_name(weight.dtype) is None:
             raise ConfigurationError(
                 f"{weight.name!r} of {str(source)!r} has the dtype {weight.dtype!r}, which a safetensors file cannot "
                 "hold, so it cannot be offloaded to the disk. Pass dtype= to load the checkpoint in another one."
             )
-        header[weight.name] = {
-            "dtype": SAFETENSORS_NAMES[weight.dtype],
-            "shape": list(weight.shape),
-            "data_offsets": [position, position + weight.nbytes],
-        }
-        position += weight.nbytes
-    return header
+    shapes = {weight.name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in weights}
+    return make_header(shapes, {"format": "pt", **origin}, alignment=ALIGNMENT)
 
 
-def _is_there(target: Path, header: dict[str, Any]) -> bool:
+def _is_there(target: Path, header: SafetensorsHeader) -> bool:
     """Return whether an earlier run wrote the same weights of the same file."""
-    if not target.is_file():
-        return False
     with suppress(ConfigurationError, OSError):
-        found, start = read_safetensors_header(target)
-        end = start + max(
-            (entry["data_offsets"][1] for key, entry in found.items() if key != "__metadata__"), default=0
-        )
-        return found == header and target.stat().st_size == end
+        return read_header(target) == header and target.stat().st_size == header.file_size
     return False
-
-
-def _tensors(weights: Iterable[Wanted], read: Callable[[str], torch.Tensor]) -> Iterator[torch.Tensor]:
-    for weight in _in_file_order(weights):
-        yield read(weight.name).to(weight.dtype).contiguous()
-
-
-def _write(path: Path, header: dict[str, Any], tensors: Iterable[torch.Tensor], total: int) -> None:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with path.open("wb") as file, progress(total, "Writing weights for the disk", unit="B") as done:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            if tensor.numel():
-                tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
-            done(tensor.nbytes)
-        file.flush()
-        os.fsync(file.fileno())  # a crash must not leave a whole name on half a file

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,38 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.offload.safetensors_format import BITS, read_header
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# Bits of one element, by the name that safetensors gives a dtype.
-_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "U32": 32,
-    "I32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F8_E4M3": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-}
-# The format's own limit; a longer header is a sign that the file is something else.
-_LONGEST_HEADER = 100_000_000
 # Batch statistics, which a file does not tell from parameters.
 _BUFFER_NAMES = ("running_mean", "running_var")
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -152,36 +125,17 @@ def read_tensors(files: Iterable[Path]) -> list[TensorEntry]:
     ]
 
 
-def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and where its data begins.
-
-    Raises:
-        ConfigurationError: If the file does not begin with such a header.
-    """
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= _LONGEST_HEADER:
-            raise _broken(path, "it does not begin with the length of a header")
-        text = file.read(length)
-    if len(text) < length:
-        raise _broken(path, f"its header has {length} bytes and the file ends after {len(text)} of them")
-    return _json(path, text, "a safetensors header"), 8 + length
-
-
 def _read_header(path: Path) -> list[TensorEntry]:
-    header, _ = read_safetensors_header(path)
-    header.pop("__metadata__", None)
-    return [_from_header(path, name, described) for name, described in header.items()]
+    return [_from_header(path, name, described) for name, described in read_header(path).tensors.items()]
 
 
 def _from_header(path: Path, name: str, described: Any) -> TensorEntry:
     dtype, shape = (described.get("dtype"), described.get("shape")) if isinstance(described, dict) else (None, None)
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise _broken(path, f"its header gives {name!r} no shape")
-    if dtype not in _BITS:
+    if dtype not in BITS:
         raise _broken(path, f"its header gives {name!r} the dtype {dtype!r}, which is not known")
-    return _from_file(name, tuple(shape), _BITS[dtype], dtype.startswith(("F", "BF")))
+    return _from_file(name, tuple(shape), BITS[dtype], dtype.startswith(("F", "BF")))
 
 
 def _from_file(name: str, shape: tuple[int, ...], bits: int, floating: bool) -> TensorEntry:

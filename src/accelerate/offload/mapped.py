@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 from accelerate._base.errors import ConfigurationError, UsageError
-from accelerate.offload.inventory import read_safetensors_header
 from accelerate.offload.places import HOST
+from accelerate.offload.safetensors_format import read_header, torch_dtype
 
 FilePath = str | os.PathLike[str]
 
@@ -27,30 +27,6 @@ SMALL = 2**20
 _OWN_MAPPING = 2**20
 # Linux; Python has a name for it from 3.13 on. Without it a file larger than the memory may not be mapped for writing.
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-}
-SAFETENSORS_NAMES = {getattr(torch, name): code for code, name in _DTYPES.items()}
-"""The name that safetensors gives each dtype."""
 
 
 @dataclass(frozen=True)
@@ -184,31 +160,28 @@ class SafetensorsFile(MappedFile):
 
     def __init__(self, path: FilePath) -> None:
         super().__init__(path)
-        header, start = read_safetensors_header(self.path)
-        written = (header.pop("__metadata__", None) or {}).get("format", "pt")
+        self._header = read_header(self.path)
+        written = self._header.metadata.get("format", "pt")
         if written != "pt":
             raise ConfigurationError(
                 f"{str(path)!r} was written for {written!r}, so its tensors may be laid out differently. "
                 "Save it again from torch, which writes the metadata {'format': 'pt'}."
             )
-        self._header, self._start = header, start
-        end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if end > self.size:
+        if self._header.file_size > self.size:
             raise ConfigurationError(
-                f"The weights file {str(path)!r} is cut off: its header describes {end} bytes, and it has {self.size}. "
-                "Save or download it again."
+                f"The weights file {str(path)!r} is cut off: its header describes {self._header.file_size} bytes, and it "
+                f"has {self.size}. Save or download it again."
             )
 
     @cached_property
     def layout(self) -> dict[str, Stored]:
         """Where each tensor lies."""
-        return {name: self._stored(entry) for name, entry in self._header.items()}
+        return {name: self._stored(entry) for name, entry in self._header.tensors.items()}
 
     def _stored(self, entry: dict[str, Any]) -> Stored:
         start, end = entry["data_offsets"]
-        name = _DTYPES.get(entry["dtype"])
-        dtype = getattr(torch, name, None) if name is not None else None
-        return Stored(self._start + start, tuple(entry["shape"]), dtype, end - start)
+        dtype = torch_dtype(entry["dtype"])
+        return Stored(self._header.data_start + start, tuple(entry["shape"]), dtype, end - start)
 
     def find(self, name: str) -> Stored:
         """Return where a tensor lies.

@@ -15,6 +15,7 @@ from accelerate.offload.mapped import FoundWeight, OpenFiles
 from accelerate.offload.places import Place, as_device
 from accelerate.offload.sizes import resolve_dtype
 from accelerate.offload.tensors import identity_in_memory
+from accelerate.runtime.atomic import atomic_file
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
@@ -66,10 +67,8 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
         return
     merged = read_offload_index(offload_folder) if has_offload_index(offload_folder) else {}
     merged.update(index)
-    target = Path(offload_folder) / INDEX_NAME
-    staged = target.with_suffix(".json.tmp")
-    staged.write_text(json.dumps(merged, indent=2), encoding="utf-8")
-    staged.replace(target)  # a reader sees the old index or the new one, never half of it
+    with atomic_file(Path(offload_folder) / INDEX_NAME) as partial:
+        partial.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:

@@ -1,8 +1,5 @@
-"""Memory helpers under their public path."""
+"""Memory helpers; the names stand in `memory.pyi`."""
 
-from __future__ import annotations
+from accelerate._base.lazy import attach_stub
 
-from accelerate.collectives.out_of_memory import find_executable_batch_size as find_executable_batch_size
-from accelerate.runtime.memory import clear_device_cache as clear_device_cache
-from accelerate.runtime.memory import release_memory as release_memory
-from accelerate.runtime.memory import should_reduce_batch_size as should_reduce_batch_size
+__getattr__, __dir__ = attach_stub(__name__)

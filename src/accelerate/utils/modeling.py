@@ -1,38 +1,5 @@
-"""Placement of models on devices under its public path."""
+"""Placement of models on devices; the names stand in `modeling.pyi`."""
 
-from __future__ import annotations
+from accelerate._base.lazy import attach_stub
 
-from accelerate._base.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from accelerate.offload.device_map import check_device_map as check_device_map
-from accelerate.offload.device_map import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
-from accelerate.offload.device_map import clean_device_map as clean_device_map
-from accelerate.offload.loading import load_checkpoint_in_model as load_checkpoint_in_model
-from accelerate.offload.loading import load_offloaded_weights as load_offloaded_weights
-from accelerate.offload.memory import get_balanced_memory as get_balanced_memory
-from accelerate.offload.memory import get_max_memory as get_max_memory
-from accelerate.offload.offloaded import align_module_device as align_module_device
-from accelerate.offload.offloaded import get_state_dict_from_offload as get_state_dict_from_offload
-from accelerate.offload.offloaded import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-from accelerate.offload.offloaded import has_offloaded_params as has_offloaded_params
-from accelerate.offload.planner import fallback_allocate as fallback_allocate
-from accelerate.offload.planner import get_module_size_with_ties as get_module_size_with_ties
-from accelerate.offload.planner import infer_auto_device_map as infer_auto_device_map
-from accelerate.offload.sizes import calculate_maximum_sizes as calculate_maximum_sizes
-from accelerate.offload.sizes import compute_module_sizes as compute_module_sizes
-from accelerate.offload.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
-from accelerate.offload.sizes import convert_file_size_to_int as convert_file_size_to_int
-from accelerate.offload.sizes import dtype_byte_size as dtype_byte_size
-from accelerate.offload.sizes import get_max_layer_size as get_max_layer_size
-from accelerate.offload.sizes import get_module_leaves as get_module_leaves
-from accelerate.offload.tensors import check_device_same as check_device_same
-from accelerate.offload.tensors import get_non_persistent_buffers as get_non_persistent_buffers
-from accelerate.offload.tensors import id_tensor_storage as id_tensor_storage
-from accelerate.offload.tensors import named_module_tensors as named_module_tensors
-from accelerate.offload.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-from accelerate.offload.ties import check_tied_parameters_in_config as check_tied_parameters_in_config
-from accelerate.offload.ties import find_tied_parameters as find_tied_parameters
-from accelerate.offload.ties import retie_parameters as retie_parameters
-from accelerate.offload.weight_files import load_state_dict as load_state_dict
-from accelerate.parallel.describe import is_peft_model as is_peft_model
-from accelerate.precision.current import get_grad_scaler as get_grad_scaler
-from accelerate.precision.current import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+__getattr__, __dir__ = attach_stub(__name__)

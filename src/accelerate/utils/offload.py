@@ -1,11 +1,5 @@
-"""Offloaded weights under their public path."""
+"""Offloaded weights; the names stand in `offload.pyi`."""
 
-from __future__ import annotations
+from accelerate._base.lazy import attach_stub
 
-from accelerate.offload.store import OffloadedWeightsLoader as OffloadedWeightsLoader
-from accelerate.offload.store import PrefixedDataset as PrefixedDataset
-from accelerate.offload.store import extract_submodules_state_dict as extract_submodules_state_dict
-from accelerate.offload.store import load_offloaded_weight as load_offloaded_weight
-from accelerate.offload.store import offload_state_dict as offload_state_dict
-from accelerate.offload.store import offload_weight as offload_weight
-from accelerate.offload.store import save_offload_index as save_offload_index
+__getattr__, __dir__ = attach_stub(__name__)

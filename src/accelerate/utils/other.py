@@ -1,53 +1,5 @@
-"""Assorted helpers under their public path."""
+"""Assorted helpers; the names stand in `other.pyi`."""
 
-from __future__ import annotations
+from accelerate._base.lazy import attach_stub
 
-from typing import TYPE_CHECKING
-
-from accelerate._base.lazy import attach, by_home, starred
-
-if TYPE_CHECKING:
-    from accelerate._base.helpers import check_os_kernel as check_os_kernel
-    from accelerate._base.helpers import convert_bytes as convert_bytes
-    from accelerate._base.helpers import get_pretty_name as get_pretty_name
-    from accelerate._base.helpers import merge_dicts as merge_dicts
-    from accelerate._base.helpers import recursive_getattr as recursive_getattr
-    from accelerate.checkpointing.files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-    from accelerate.checkpointing.files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-    from accelerate.checkpointing.files import load as load
-    from accelerate.checkpointing.files import save as save
-    from accelerate.devices.machine import get_free_port as get_free_port
-    from accelerate.devices.machine import is_port_in_use as is_port_in_use
-    from accelerate.parallel.compile import compile_regions as compile_regions
-    from accelerate.parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
-    from accelerate.parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
-    from accelerate.parallel.compile import has_compiled_regions as has_compiled_regions
-    from accelerate.parallel.compile import has_repeated_blocks as has_repeated_blocks
-    from accelerate.parallel.compile import is_compiled_module as is_compiled_module
-    from accelerate.parallel.compile import is_repeated_blocks as is_repeated_blocks
-    from accelerate.parallel.describe import get_model_tp_size as get_model_tp_size
-    from accelerate.parallel.describe import get_module_children_bottom_up as get_module_children_bottom_up
-    from accelerate.parallel.describe import model_has_dtensor as model_has_dtensor
-    from accelerate.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
-    from accelerate.runtime import process_control
-
-    wait_for_everyone = process_control.barrier
-else:
-    _TABLE = {
-        **by_home(
-            {
-                "accelerate.devices.machine": "get_free_port is_port_in_use",
-                "accelerate._base.helpers": "check_os_kernel convert_bytes get_pretty_name merge_dicts recursive_getattr",
-                "accelerate.checkpointing.files": "TORCH_SAFE_GLOBALS clean_state_dict_for_safetensors load save",
-                "accelerate.parallel.compile": (
-                    "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions "
-                    "has_repeated_blocks is_compiled_module is_repeated_blocks"
-                ),
-                "accelerate.parallel.describe": "get_model_tp_size get_module_children_bottom_up model_has_dtensor",
-                "accelerate.parallel.unwrap": "extract_model_from_parallel",
-            }
-        ),
-        "wait_for_everyone": "accelerate.runtime.process_control:barrier",
-    }
-    __getattr__, __dir__ = attach(__name__, _TABLE)
-    __all__ = list(starred(_TABLE))
+__getattr__, __dir__ = attach_stub(__name__)

@@ -1,7 +1,5 @@
-"""Seeding under its public path."""
+"""Seeding; the names stand in `random.pyi`."""
 
-from __future__ import annotations
+from accelerate._base.lazy import attach_stub
 
-from accelerate.collectives.rng import set_seed as set_seed
-from accelerate.collectives.rng import synchronize_rng_state as synchronize_rng_state
-from accelerate.collectives.rng import synchronize_rng_states as synchronize_rng_states
+__getattr__, __dir__ = attach_stub(__name__)

@@ -1,7 +1,5 @@
-"""Version comparison under its public path."""
+"""Version comparison; the names stand in `versions.pyi`."""
 
-from __future__ import annotations
+from accelerate._base.lazy import attach_stub
 
-from accelerate._base.imports import compare_versions as compare_versions
-from accelerate._base.imports import is_torch_version as is_torch_version
-from accelerate._base.imports import torch_version as torch_version
+__getattr__, __dir__ = attach_stub(__name__)

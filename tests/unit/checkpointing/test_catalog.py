@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.checkpointing import names, sealed, staging
+from accelerate.checkpointing import names, sealed
 from accelerate.checkpointing.catalog import catalog, inspect, newest_valid, prune
 from accelerate.checkpointing.folder import record_of
 from accelerate.checkpointing.manifest import Facts, FileRecord, Manifest, Problem, verify
 from accelerate.checkpointing.transaction import publish
+from accelerate.runtime import atomic
 
 
 def write(target: Path, content: dict[str, str], step: int = 0, created: float | None = None) -> Path:
     """Publish a checkpoint of plain text files."""
     inside = target.is_dir()
-    stage = (target if inside else target.parent) / staging.stage_name(target.name)
+    stage = (target if inside else target.parent) / atomic.partial_name(target.name)
     stage.mkdir(parents=True)
     for name, text in content.items():
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ class TestCatalog:
         write(tmp_path / "state", {"a": "1"})
         (tmp_path / "logs").mkdir()
         (tmp_path / "file").write_text("")
-        (tmp_path / staging.stage_name("state")).mkdir()
+        (tmp_path / atomic.partial_name("state")).mkdir()
         (info,) = catalog(tmp_path)
         assert (info.name, info.world_size, info.epoch, info.samples, info.size) == ("state", 2, 1, 0, 1)
 
@@ -191,7 +192,7 @@ class TestStaging:
             ]
             stay = [self.left_by(tmp_path, host, running.pid), self.left_by(tmp_path, "far-away", 2)]
             (tmp_path / ".partial-of-a-user").mkdir()
-            staging.remove_left_behind(tmp_path)
+            atomic.remove_abandoned(tmp_path, own_folders=True)
             assert [stage.exists() for stage in gone] == [False] * 3
             assert [stage.exists() for stage in stay] == [True] * 2
             assert (tmp_path / ".partial-of-a-user").exists()
@@ -199,13 +200,13 @@ class TestStaging:
             running.communicate(b"\n")
 
     def test_own_stages_are_removed(self, tmp_path: Path) -> None:
-        (tmp_path / staging.stage_name("state")).mkdir()
-        staging.remove_left_behind(tmp_path)
+        (tmp_path / atomic.partial_name("state")).mkdir()
+        atomic.remove_abandoned(tmp_path, own_folders=True)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_removed_checkpoint_is_gone_at_once(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "state", {"a": "1"})
-        staging.remove(folder)
+        atomic.remove_folder(folder)
         assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,7 @@ from accelerate._base.errors import (
     UsageError,
     WrongTypeError,
 )
-from accelerate.checkpointing.weight_folder import STAGE_PREFIX
+from accelerate.checkpointing.weight_folder import STAGE_MARK
 from accelerate.config.sections.training import ProjectConfiguration
 
 SHARD = "17KB"  # one layer of 64 by 64 floats and its bias
@@ -259,8 +259,8 @@ def test_stages_of_killed_saves_are_removed_and_others_kept(tmp_path: Path) -> N
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    dead, alive = (tmp_path / f"{STAGE_PREFIX}{host}-{process}-aa" for process in (child, os.getpid()))
-    elsewhere = tmp_path / f"{STAGE_PREFIX}other-machine-{child}-aa"
+    dead, alive = (tmp_path / f".{STAGE_MARK}{host}-{process}-aa" for process in (child, os.getpid()))
+    elsewhere = tmp_path / f".{STAGE_MARK}other-machine-{child}-aa"
     for folder in (dead, alive, elsewhere):
         folder.mkdir()
         (folder / "model.safetensors").write_text("half")

@@ -17,7 +17,8 @@ from tests.support.processes import run_group
 
 from accelerate import Accelerator, PartialState
 from accelerate._base.errors import WrongTypeError
-from accelerate.checkpointing.files import clean_state_dict_for_safetensors, load, save
+from accelerate.checkpointing.files import load, save
+from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors
 
 
 def test_a_torch_file(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_mutable_state_has_one_room(start: str, change: str) -> None:
         "TABLE = {}\ndef f():\n    TABLE = {}\n    TABLE['a'] = 1\n",
         "TABLE = {}\ndef f():\n    return TABLE['a'].upper()\n",
         "import functools\n@functools.cache\ndef f():\n    return 1\n",
-        "_seen = set()\ndef f():\n    _seen.add(1)\n",
+        "_shown_warnings = set()\ndef f():\n    _shown_warnings.add(1)\n",
     ],
 )
 def test_what_is_not_state(source: str) -> None:

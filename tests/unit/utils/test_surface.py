@@ -13,51 +13,53 @@ import pytest
 
 import accelerate
 import accelerate.utils
+from accelerate._base.lazy import stub_names
 from accelerate.utils import dataclasses as public_dataclasses
 
 PACKAGE = Path(accelerate.__file__).parent
 SUBMODULES = [entry.name for entry in pkgutil.iter_modules(accelerate.utils.__path__)]
 
 
-def declared_names(path: Path) -> set[str]:
-    """Return the names that a module shows to type checkers: `import x as x`, and assignments under TYPE_CHECKING."""
+def declared_names(stub: Path) -> set[str]:
+    """Return the names that a stub shows to type checkers: `import x as x`, and assignments."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             names |= {alias.name for alias in node.names if alias.asname == alias.name}
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            names |= {ast.unparse(entry.targets[0]) for entry in node.body if isinstance(entry, ast.Assign)}
+        elif isinstance(node, ast.Assign):
+            names.add(ast.unparse(node.targets[0]))
     return names
 
 
 def test_every_name_of_the_top_level_resolves() -> None:
-    for name in accelerate._TABLE:  # type: ignore[attr-defined]
+    for name in stub_names("accelerate"):
         assert getattr(accelerate, name) is not None, name
 
 
 def test_the_top_level_shows_the_same_names_to_type_checkers() -> None:
-    declared = declared_names(PACKAGE / "__init__.py")
-    assert declared == set(accelerate._TABLE)  # type: ignore[attr-defined]
+    assert declared_names(PACKAGE / "__init__.pyi") == set(stub_names("accelerate"))
 
 
 def test_every_name_of_utils_resolves() -> None:
-    for name in accelerate.utils._TABLE:  # type: ignore[attr-defined]
+    for name in stub_names("accelerate.utils"):
         assert getattr(accelerate.utils, name) is not None, name
 
 
 @pytest.mark.parametrize("submodule", [name for name in SUBMODULES if name != "tqdm"])
 def test_every_name_of_a_submodule_resolves_and_is_in_utils(submodule: str) -> None:
     module = importlib.import_module(f"accelerate.utils.{submodule}")
-    declared = declared_names(PACKAGE / "utils" / f"{submodule}.py")
+    declared = declared_names(PACKAGE / "utils" / f"{submodule}.pyi")
     assert declared
+    assert declared == set(stub_names(f"accelerate.utils.{submodule}"))
     for name in declared:
         assert getattr(module, name) is getattr(accelerate.utils, name), name
     assert getattr(accelerate.utils, submodule) is module
 
 
 def test_utils_lists_no_name_that_no_submodule_declares() -> None:
-    declared = {name for submodule in SUBMODULES for name in declared_names(PACKAGE / "utils" / f"{submodule}.py")}
-    lazy = set(accelerate.utils._TABLE) - set(accelerate.utils._MODULES.split())  # type: ignore[attr-defined]
+    stubs = [PACKAGE / "utils" / f"{submodule}.pyi" for submodule in SUBMODULES if submodule != "tqdm"]
+    declared = {name for stub in stubs for name in declared_names(stub)}
+    lazy = set(stub_names("accelerate.utils")) - set(SUBMODULES)
     assert lazy - declared == {"ParallelismConfig", "write_basic_config"}
 
 
@@ -86,10 +88,11 @@ def test_dir_lists_lazy_names() -> None:
     ],
 )
 def test_a_star_import_gives_all_names_and_none_of_the_machinery(module: str, more: set[str]) -> None:
-    table = {name for name in importlib.import_module(module)._TABLE if not name.startswith("_")}
+    imported = importlib.import_module(module)
+    table = {name for name in getattr(imported, "_TABLE", None) or stub_names(module) if not name.startswith("_")}
     found = set(run(f"from {module} import *\nprint(*dir())").split())
     assert table | more <= found
-    assert not found & {"attach", "by_home", "starred", "env", "TYPE_CHECKING", "_TABLE", "_filter_args"}
+    assert not found & {"attach", "attach_stub", "by_home", "starred", "env", "TYPE_CHECKING", "_TABLE", "_filter_args"}
 
 
 def test_an_unknown_name_is_an_error() -> None:

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing import names, sharded
-from accelerate.checkpointing.files import drop_shared_names
 from accelerate.checkpointing.folder import StagedFolder
 from accelerate.checkpointing.parts.base import LoadOptions, read_torch
 from accelerate.checkpointing.parts.host_copy import host_copy
+from accelerate.offload.safetensors_format import drop_shared_names
 from accelerate.offload.tensors import identity_in_memory
 from accelerate.parallel.unwrap import extract_model_from_parallel
 

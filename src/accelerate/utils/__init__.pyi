@@ -1,0 +1,18 @@
+from accelerate.commands.config.basic import write_basic_config as write_basic_config
+from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+from accelerate.utils.ao import *
+from accelerate.utils.bnb import *
+from accelerate.utils.constants import *
+from accelerate.utils.dataclasses import *
+from accelerate.utils.environment import *
+from accelerate.utils.fsdp_utils import *
+from accelerate.utils.imports import *
+from accelerate.utils.launch import *
+from accelerate.utils.memory import *
+from accelerate.utils.modeling import *
+from accelerate.utils.offload import *
+from accelerate.utils.operations import *
+from accelerate.utils.other import *
+from accelerate.utils.random import *
+from accelerate.utils.tqdm import tqdm as tqdm
+from accelerate.utils.versions import *
