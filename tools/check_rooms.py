@@ -39,7 +39,7 @@ KEPT_STATE = {
 }
 # Class names that still stand twice. This list only shrinks.
 DOUBLE_CLASSES = frozenset(
-    {"Failure", "Kind", "Part", "Sender", "Slot", "Source", "Step", "Stop", "Weights", "_Call", "_Files", "_Piece"}
+    {"Failure", "Kind", "Part", "Sender", "Slot", "Step", "Stop", "Weights", "_Call", "_Files", "_Piece"}
 )
 # Of list, dict, set, deque, OrderedDict and ContextVar.
 MUTATING_METHODS = frozenset(

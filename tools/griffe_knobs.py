@@ -1,19 +1,30 @@
-"""Show an option's default in the reference, where the source has its whole declaration."""
+"""Show options in the reference as they are at run time, where the source has their declarations."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import griffe
 
 
 class Knobs(griffe.Extension):
-    """Replace the value `knob(default, help=..., ...)` of an attribute by `default`."""
+    """Replace the value `knob(default, help=..., ...)` of an attribute by `default`, and document its class with its help."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Change one attribute before its class's signature is made from it."""
         call = attr.value
-        if not isinstance(call, griffe.ExprCall) or str(call.function) != "knob":
+        if not isinstance(call, griffe.ExprCall) or str(call.function) not in ("knob", "shared"):
             return
-        first = call.arguments[0] if call.arguments else None
-        attr.value = "None" if first is None or isinstance(first, griffe.ExprKeyword) else first
+        given = [argument for argument in call.arguments if not isinstance(argument, griffe.ExprKeyword)]
+        # `shared(owner, name, default, ...)` names the declaration first.
+        position = 0 if str(call.function) == "knob" else 2
+        attr.value = given[position] if len(given) > position else "None"
+
+    def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Take the arguments' documentation, which a settings class makes from its declarations."""
+        if cls.docstring is None or not cls.canonical_path.startswith("accelerate.config.plugins."):
+            return
+        made = getattr(importlib.import_module(cls.module.canonical_path), cls.name)
+        cls.docstring.value = inspect.cleandoc(made.__doc__)

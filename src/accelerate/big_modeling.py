@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig
+from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
 from accelerate.hooks.align import AlignDevicesHook, SkipKeys
 from accelerate.hooks.attach import attach_align_device_hook

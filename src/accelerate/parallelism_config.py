@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
-from accelerate.config.sections.plugins_parallel import (
+from accelerate.config.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchPipelineParallelConfig,

@@ -16,7 +16,7 @@ from accelerate import ParallelismConfig
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
+from accelerate.config.plugins.training import TorchDynamoPlugin
 from accelerate.precision import registry as precisions
 from accelerate.precision.base import Precision
 from accelerate.runtime import current

@@ -12,7 +12,7 @@ from tests.support.processes import run_group
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate._base.errors import ConfigurationError
 from accelerate.checkpointing.weight_folder import LocalFolder
-from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.config.plugins.training import ProjectConfiguration
 
 pytestmark = pytest.mark.multiprocess
 

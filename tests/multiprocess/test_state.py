@@ -17,7 +17,7 @@ from tests.support.processes import run_group, run_script
 
 from accelerate import Accelerator, PartialState
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.sections.handlers import InitProcessGroupKwargs
+from accelerate.config.plugins.training import InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, DistributedType
 
 pytestmark = pytest.mark.multiprocess

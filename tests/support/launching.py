@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.support.processes import script_environment
 
-from accelerate.config.run_config import Origin, Resolved, RunConfig, Source
-from accelerate.config.sections.launch import options
+from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
+from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine
 from accelerate.launch.site import Site
 
@@ -27,13 +27,13 @@ def make_config(
     **flags: Any,
 ) -> RunConfig:
     """Return a configuration: defaults, then what was detected, what a file gave, and what was typed."""
-    values = {name: Resolved(option.default, Origin(Source.DEFAULT)) for name, option in options().items()}
-    values["training_script"] = Resolved(script, Origin(Source.FLAG))
-    values["training_script_args"] = Resolved(list(arguments), Origin(Source.FLAG))
-    layers = ((detected or {}, Source.DETECTED), (file or {}, Source.FILE), (flags, Source.FLAG))
+    values = {name: Resolved(option.default, Origin(OptionSource.DEFAULT)) for name, option in options().items()}
+    values["training_script"] = Resolved(script, Origin(OptionSource.FLAG))
+    values["training_script_args"] = Resolved(list(arguments), Origin(OptionSource.FLAG))
+    layers = ((detected or {}, OptionSource.DETECTED), (file or {}, OptionSource.FILE), (flags, OptionSource.FLAG))
     for given, source in layers:
         for name, value in given.items():
-            detail = f"--{name}" if source is Source.FLAG else ""
+            detail = f"--{name}" if source is OptionSource.FLAG else ""
             assert name in values, f"{name} is not an option"
             values[name] = Resolved(value, Origin(source, detail))
     return RunConfig(values, machine=Machine(cpu_count=8))

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.env import patch_environment
-from accelerate.config.sections.training import GradientAccumulationPlugin
+from accelerate.config.plugins.training import GradientAccumulationPlugin
 from accelerate.runtime import current
 from accelerate.state import AcceleratorState, DistributedType, GradientState, ThreadLocalSharedDict, is_initialized
 

@@ -8,17 +8,18 @@ from typing import Any, TypeVar
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
-from accelerate.config.sections.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.config.sections.handlers import (
+from accelerate.config.knob import KwargsHandler
+from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.plugins.training import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    TorchDynamoPlugin,
 )
-from accelerate.config.sections.training import DataLoaderConfiguration, GradientAccumulationPlugin
-from accelerate.config.settings import KwargsHandler
 
 H = TypeVar("H", bound=KwargsHandler)
 

@@ -30,7 +30,7 @@ from accelerate.checkpointing.parts import (
 )
 from accelerate.checkpointing.parts.objects import check_custom_count
 from accelerate.checkpointing.state_folder import load_options
-from accelerate.config.sections.training import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.config.plugins.training import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState, Progress
 from accelerate.strategies.base import Strategy

@@ -22,13 +22,13 @@ from accelerate.accelerator.progressing import ProgressMixin
 from accelerate.accelerator.tracking import TrackingMixin
 from accelerate.accelerator.training import TrainingMixin
 from accelerate.accelerator.window import AccumulationWindow
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
-from accelerate.config.sections.training import (
+from accelerate.config.knob import KwargsHandler
+from accelerate.config.plugins.training import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
-from accelerate.config.settings import KwargsHandler
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import registry as precisions
 from accelerate.runtime import current, process_control, process_group

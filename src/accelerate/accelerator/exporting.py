@@ -9,7 +9,7 @@ import torch
 
 from accelerate.checkpointing.export import open_folder, save_weights, weights_of
 from accelerate.checkpointing.files import save
-from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.offload.offloaded import get_state_dict_offloaded_model, offloaded_weights
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current

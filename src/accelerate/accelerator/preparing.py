@@ -13,7 +13,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.accelerator.window import AccumulationWindow
 from accelerate.config import env
-from accelerate.config.sections.training import DataLoaderConfiguration
+from accelerate.config.plugins.training import DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside

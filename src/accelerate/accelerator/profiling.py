@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.constants import PROFILE_PATTERN_NAME
-from accelerate.config.sections.handlers import ProfileKwargs
+from accelerate.config.plugins.training import ProfileKwargs
 from accelerate.runtime import current, process_control
 
 

@@ -13,7 +13,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.collectives import communicator
 from accelerate.config import env
-from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import Progress

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.state import AcceleratorState
 

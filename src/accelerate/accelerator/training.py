@@ -17,7 +17,7 @@ from accelerate.accelerator.accumulate import Accumulate
 from accelerate.accelerator.profiling import run_profile
 from accelerate.accelerator.window import AccumulationWindow
 from accelerate.collectives import communicator
-from accelerate.config.sections.handlers import AutocastKwargs, ProfileKwargs
+from accelerate.config.plugins.training import AutocastKwargs, ProfileKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.base import Precision
 from accelerate.runtime import current, debugger

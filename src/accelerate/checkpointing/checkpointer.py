@@ -21,7 +21,7 @@ from accelerate.checkpointing.reading import BrokenCheckpoint, Reading
 from accelerate.checkpointing.team import Team
 from accelerate.checkpointing.transaction import Transaction
 from accelerate.collectives import communicator
-from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.runtime import current
 
 _LOG = logging.getLogger(__name__)

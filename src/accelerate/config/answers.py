@@ -8,8 +8,8 @@ from typing import Any
 from accelerate._base.enums import ComputeEnvironment, DistributedType
 from accelerate.config.files.objects import ClusterConfig
 from accelerate.config.questions import ENGINE, KIND, implied
-from accelerate.config.sections.fp8 import Fp8Options
-from accelerate.config.sections.launch import LaunchOption, options
+from accelerate.config.sections.compute import Fp8Options
+from accelerate.config.sections.registry import LaunchOption, options
 
 _FLAGS = {"true": True, "false": False}
 

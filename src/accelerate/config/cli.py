@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accelerate.config.sections.launch import LaunchOption, options
+from accelerate.config.sections.registry import LaunchOption, options
 
 
 class _Noting(argparse.Action):

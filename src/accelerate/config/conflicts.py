@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.run_config import RunConfig, Source
+from accelerate.config.run_config import OptionSource, RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -92,7 +92,7 @@ def _port(config: RunConfig, environ: Mapping[str, str]) -> None:
 
 def _several_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
     # A file for several accelerators may well be used for one process; a flag that asks for several is meant.
-    typed = config.resolved("multi_gpu").origin.source is Source.FLAG
+    typed = config.resolved("multi_gpu").origin.source is OptionSource.FLAG
     if config["multi_gpu"] and typed and config["num_processes"] < 2:
         raise ConfigurationError(
             f"{_said(config, 'multi_gpu')} starts several processes, and {_said(config, 'num_processes')}. "
@@ -144,7 +144,7 @@ def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
             "Write --fsdp_version 2."
         )
     used = {axis for axis in (*_SHARDING_AXES, *_OWN_AXES) if config[f"parallelism_config_{axis}_size"] > 1}
-    asked_for = config.resolved("use_parallelism_config").origin.source is Source.FLAG
+    asked_for = config.resolved("use_parallelism_config").origin.source is OptionSource.FLAG
     if used & set(_SHARDING_AXES) or (asked_for and not used):
         raise ConfigurationError(
             f"{_said(config, 'use_parallelism_config')} needs an engine that shards. Add --use_fsdp --fsdp_version 2, or "

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env as environment
 
+_KEY = "knob"
+
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
-
-KEY = "knob"
 
 Shape = Literal["value", "switch", "repeat", "place", "rest", "none"]
 Reader = Literal["elastic", "launcher", "resolver"]
@@ -105,14 +107,11 @@ NAMES: Codec[str] = Codec(parse=str, format=str, meaning="names between commas",
 UPPER: Codec[str] = Codec(parse=str.upper, format=str, meaning="text")
 
 
-def word_of(
-    *words: str, upper: bool = False, written_upper: bool = False, aliases: dict[str, str] | None = None
-) -> Codec[str]:
+def word_of(*words: str, written_upper: bool = False, aliases: Mapping[str, str] | None = None) -> Codec[str]:
     """Make the codec of a text that is one of a few words, in any case.
 
     Args:
-        upper: The words are in upper case, else in lower case.
-        written_upper: Variables hold the word in upper case all the same.
+        written_upper: Variables hold the word in upper case, though it is in lower case.
         aliases: Other spellings that are accepted, and the word each stands for.
     """
     by_text = {word.lower(): word for word in words}
@@ -129,12 +128,7 @@ def word_of(
             return "no" if not value and "no" in by_text else None
         return str(value) if isinstance(value, (str, int)) else None
 
-    return Codec(
-        parse=parse,
-        format=str.upper if upper or written_upper else str,
-        meaning="one of " + ", ".join(words),
-        adopt=adopt,
-    )
+    return Codec(parse, str.upper if written_upper else str, "one of " + ", ".join(words), adopt)
 
 
 def or_auto(codec: Codec[Any]) -> Codec[Any]:
@@ -181,6 +175,7 @@ def member_of(enum: type[E], *, upper: bool = False) -> Codec[E]:
 
 
 Condition = Callable[[Mapping[str, Any]], bool]
+"""Asks something of all options by name."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +205,11 @@ class Knob:
 
     Args:
         help: One line for users: in `--help`, in questions and in the documentation.
-        codec: How the option's text is read and written.
+        codec: How the option's text is read and written; by its choices or its type where it is not given.
         env: The variable that gives the value where the program does not. Several names between commas each hold one
             part of a text that has commas itself.
         fallback: The value where neither the program nor the variable gives one.
         choices: The only values allowed; empty for any.
-        flag: The name on the command line where it differs from the field's.
         shape: What follows the flag on the command line: one value; nothing (a switch); one value each time it is
             repeated; "place" and "rest" are arguments without a flag; "none" has no place on the command line.
         short: The flag of one letter, with its dash.
@@ -233,7 +227,6 @@ class Knob:
     env: str | None = None
     fallback: Any = None
     choices: tuple[Any, ...] = ()
-    flag: str | None = None
     shape: Shape = "value"
     short: str | None = None
     negative: str | None = None
@@ -262,14 +255,13 @@ class Knob:
         texts = [environ[name] for name in names if environ.get(name)]
         if not names or len(texts) < len(names):
             return None
-        return self._read(",".join(texts), f"The environment variable {self.env}")
-
-    def _read(self, text: str, place: str) -> Any:
+        text = ",".join(texts)
         try:
             return self.codec.parse(text)
         except ValueError as error:
             raise ConfigurationError(
-                f"{place}={text!r} is not {self.codec.meaning}. Set it to that, or unset it."
+                f"The environment variable {self.env}={text!r} is not {self.codec.meaning}. "
+                "Set it to that, or unset it."
             ) from error
 
     def resolve(self, given: Any) -> Any:
@@ -280,8 +272,8 @@ class Knob:
         """
         if given is not None or self.env is None:
             return self.fallback if given is None else given
-        text = environment.get(self.env)
-        return self._read(text, f"The environment variable {self.env}") if text else self.fallback
+        found = self.decode({name: environment.get(name, "") for name in self.env.split(",")})
+        return self.fallback if found is None else found
 
     def check(self, owner: str, name: str, value: Any) -> None:
         """Refuse a value that is not among the choices.
@@ -296,65 +288,121 @@ class Knob:
             )
 
 
-def knob(
-    default: Any = None,
-    *,
-    help: str,
-    env: str | None = None,
-    codec: Codec[Any] = TEXT,
-    fallback: Any = None,
-    choices: tuple[Any, ...] = (),
-    flag: str | None = None,
-    default_factory: Callable[[], Any] | None = None,
-    shape: Shape = "value",
-    short: str | None = None,
-    negative: str | None = None,
-    yaml: str | None = None,
-    old_keys: tuple[str, ...] = (),
-    reader: Reader | None = None,
-    secret: bool = False,
-    only_if: Condition | None = None,
-    ask: Ask | None = None,
-) -> Any:
-    """Declare an option as the field of a settings dataclass.
+def knob(default: Any = None, *, default_factory: Callable[[], Any] | None = None, **declared: Any) -> Any:
+    """Declare an option as the field of a settings class or of a launch section.
 
     Args:
         default: The field's default. None means "not given": the variable and then `fallback` are asked.
         default_factory: Makes the default, where it must be a new object each time.
-
-    The other arguments are those of `Knob`.
+        declared: The arguments of `Knob`.
     """
-    declared = Knob(
-        help=help,
-        codec=codec,
-        env=env,
-        fallback=fallback,
-        choices=choices,
-        flag=flag,
-        shape=shape,
-        short=short,
-        negative=negative,
-        yaml=yaml,
-        old_keys=old_keys,
-        reader=reader,
-        secret=secret,
-        only_if=only_if,
-        ask=ask,
-    )
     if default_factory is not None:
-        return dataclasses.field(default_factory=default_factory, metadata={KEY: declared})
-    return dataclasses.field(default=default, metadata={KEY: declared})
+        return dataclasses.field(default_factory=default_factory, metadata={_KEY: declared})
+    return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
 def shared(owner: type, name: str, default: Any = None, **changes: Any) -> Any:
-    """Declare an option that another settings class has declared already, under another name or with another default.
+    """Declare an option that another class has declared already, under another name or with another default.
 
     Args:
         changes: Arguments of `Knob` that differ here.
     """
-    return dataclasses.field(default=default, metadata={KEY: dataclasses.replace(knobs(owner)[name], **changes)})
+    return dataclasses.field(default=default, metadata={_KEY: {**vars(knobs(owner)[name]), **changes}})
+
+
+_CODECS: dict[str, Codec[Any]] = {"int": INTEGER, "float": NUMBER, "bool": YES_NO}
+
+
+@functools.cache
+def _knobs(owner: type) -> dict[str, Knob]:
+    found: dict[str, Knob] = {}
+    for name, item in declared_fields(owner).items():
+        if _KEY not in item.metadata:
+            continue
+        declared = dict(item.metadata[_KEY])
+        choices = declared.get("choices", ())
+        if "codec" not in declared and choices and all(isinstance(choice, str) for choice in choices):
+            declared["codec"] = word_of(*choices)
+        declared.setdefault("codec", _CODECS.get(str(item.type).removesuffix(" | None"), TEXT))
+        if issubclass(owner, LaunchSection):
+            declared.setdefault("only_if", owner.only_if)
+            if owner.variables is not None and "reader" not in declared:
+                declared.setdefault("env", owner.variables + name.upper())
+        found[name] = Knob(**declared)
+    return found
+
+
+def declared_fields(owner: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a settings class or of a launch section by name."""
+    if dataclasses.is_dataclass(owner):
+        return {item.name: item for item in dataclasses.fields(owner)}
+    found = {name: item for name, item in vars(owner).items() if isinstance(item, dataclasses.Field)}
+    for name, item in found.items():
+        item.type = owner.__annotations__[name]
+    return found
 
 
 def knobs(settings: Any) -> dict[str, Knob]:
-    """Return the declared options of a settings class or object, by field name."""
-    return {item.name: item.metadata[KEY] for item in dataclasses.fields(settings) if KEY in item.metadata}
+    """Return the declared options of a class or object, by field name."""
+    return _knobs(settings if isinstance(settings, type) else type(settings))
+
+
+class LaunchSection:
+    """Base of the groups of launch options; a field is an option, its default is the value where nobody says more.
+
+    No dataclass, because nobody makes an instance, and to make fourteen such classes takes a launcher's time.
+
+    Attributes:
+        title: Heading in `--help`.
+        file_key: The dictionary of a file that holds these options; None for the top level of the file.
+        prefix: What the keys in that dictionary may leave out.
+        switch: The option that turns the subject on. While it is off, workers are told only what somebody gave.
+        variables: What stands before an option's name in the name of its variable; None where each one says its own.
+        only_if: Says, from the values of all options, whether those of the section mean anything.
+    """
+
+    title: ClassVar[str] = "options"
+    file_key: ClassVar[str | None] = None
+    prefix: ClassVar[str] = ""
+    switch: ClassVar[str | None] = None
+    variables: ClassVar[str | None] = None
+    only_if: ClassVar[Condition | None] = None
+
+
+@dataclass
+class Settings:
+    """Base of the option classes that programs make: what the program says wins over the environment, that over the default."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The declarations are the documentation of the arguments.
+        fields = {name: item for name, item in vars(cls).items() if isinstance(item, dataclasses.Field)}
+        rows = [f"        {name}: {item.metadata[_KEY]['help']}" for name, item in fields.items() if item.metadata]
+        if rows and cls.__doc__:
+            said, heading, raises = cls.__doc__.partition("    Raises:\n")
+            cls.__doc__ = "\n".join([said.rstrip(), "", "    Args:", *rows, "", heading + raises])
+
+    def __post_init__(self) -> None:
+        for name, declared in knobs(self).items():
+            setattr(self, name, declared.resolve(getattr(self, name)))
+        self.normalise()
+        for name, declared in knobs(self).items():
+            declared.check(type(self).__name__, name, getattr(self, name))
+
+    def normalise(self) -> None:
+        """Bring the values into their final form and refuse those that contradict each other."""
+
+
+@dataclass
+class KwargsHandler(Settings):
+    """Base of the option classes whose fields are the keyword arguments of something else."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a deep copy of the values."""
+        return copy.deepcopy(vars(self))
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the values that differ from those of an instance made without arguments and variables."""
+        with environment.without_accelerate_environment():
+            default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if name not in default or default[name] != value}

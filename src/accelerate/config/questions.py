@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.enums import DistributedType
 from accelerate.config.files.kinds import kind_of
-from accelerate.config.knob import TEXT, YES_NO, Codec, Condition
-from accelerate.config.sections.asking import several_processes
-from accelerate.config.sections.deepspeed import DeepSpeedOptions
-from accelerate.config.sections.dynamo import DynamoOptions
-from accelerate.config.sections.fp8 import Fp8Options
-from accelerate.config.sections.fsdp import FsdpOptions
-from accelerate.config.sections.launch import LaunchOption, options
-from accelerate.config.sections.launch_section import LaunchSection
-from accelerate.config.sections.megatron import MegatronOptions
-from accelerate.config.sections.mpi import MpiOptions
-from accelerate.config.sections.parallelism import ParallelismOptions
-from accelerate.config.sections.tpu import TpuOptions
+from accelerate.config.knob import TEXT, YES_NO, Codec, Condition, LaunchSection
+from accelerate.config.sections.compute import DynamoOptions, Fp8Options, ParallelismOptions
+from accelerate.config.sections.engines import DeepSpeedOptions, FsdpOptions, MegatronOptions
+from accelerate.config.sections.launch import MpiOptions, TpuOptions, several_processes
+from accelerate.config.sections.registry import LaunchOption, options
 
 if TYPE_CHECKING:
     from accelerate.devices.machine import Machine

@@ -11,8 +11,8 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.conflicts import check
 from accelerate.config.files.locations import current_default_file
-from accelerate.config.run_config import Origin, Resolved, RunConfig, Source
-from accelerate.config.sections.launch import LaunchOption, options
+from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
+from accelerate.config.sections.registry import LaunchOption, options
 
 if TYPE_CHECKING:
     from accelerate.config.files.reading import ConfigFile
@@ -87,15 +87,15 @@ def _merge(
     option: LaunchOption, flags: Mapping[str, Any], file: ConfigFile | None, environ: Mapping[str, str]
 ) -> Resolved:
     if option.name in flags:
-        return Resolved(_checked(option, flags[option.name]), Origin(Source.FLAG, option.flag or option.name))
+        return Resolved(_checked(option, flags[option.name]), Origin(OptionSource.FLAG, option.flag or option.name))
     if file is not None and option.name in file.values:
         entry = file.values[option.name]
-        return Resolved(entry.value, Origin(Source.FILE, f"{file.path}: {entry.key}"))
+        return Resolved(entry.value, Origin(OptionSource.FILE, f"{file.path}: {entry.key}"))
     told = option.knob.decode(environ)
     if told is not None:
-        return Resolved(told, Origin(Source.ENVIRONMENT, str(option.knob.env)))
+        return Resolved(told, Origin(OptionSource.ENVIRONMENT, str(option.knob.env)))
     value = option.knob.fallback if option.default is None else option.default
-    return Resolved(value, Origin(Source.DEFAULT))
+    return Resolved(value, Origin(OptionSource.DEFAULT))
 
 
 def _checked(option: LaunchOption, value: Any) -> Any:
@@ -114,7 +114,7 @@ def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mappin
     """Turn on what the file's kind of run stands for, unless a flag chose another kind."""
     from accelerate.config.files.kinds import kind_of
 
-    origin = Origin(Source.FILE, f"{file.path}: distributed_type")
+    origin = Origin(OptionSource.FILE, f"{file.path}: distributed_type")
     kind = kind_of(file.distributed_type)
     notes: list[str] = []
     chosen = [name for name in PARADIGMS if flags.get(name)]
@@ -126,10 +126,10 @@ def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mappin
             f"{file.path}: distributed_type {file.distributed_type} is not used, because --{chosen[0]} was given."
         )
     other_hardware = [name for name in chosen if name in _OTHER_HARDWARE]
-    if other_hardware and values["cpu"].origin.source is Source.FILE:
-        values["cpu"] = Resolved(False, Origin(Source.FLAG, f"--{other_hardware[0]}"))
+    if other_hardware and values["cpu"].origin.source is OptionSource.FILE:
+        values["cpu"] = Resolved(False, Origin(OptionSource.FLAG, f"--{other_hardware[0]}"))
     if "use_parallelism_config" not in flags and file.data.get("parallelism_config"):
-        values["use_parallelism_config"] = Resolved(True, Origin(Source.FILE, f"{file.path}: parallelism_config"))
+        values["use_parallelism_config"] = Resolved(True, Origin(OptionSource.FILE, f"{file.path}: parallelism_config"))
     if not chosen and kind.num_processes is not None and values["num_processes"].value is None:
         values["num_processes"] = Resolved(kind.num_processes, origin)
     return notes
@@ -145,18 +145,18 @@ def _without_effect(flags: Mapping[str, Any]) -> list[str]:
 def _fill(values: dict[str, Resolved], machine: Machine) -> None:
     """Fill in what nobody said from what the machine has."""
     if values["tpu"].value and values["num_processes"].value is None:
-        values["num_processes"] = Resolved(None, Origin(Source.DETECTED, "as many as the TPU has cores"))
+        values["num_processes"] = Resolved(None, Origin(OptionSource.DETECTED, "as many as the TPU has cores"))
         return
     on_cpu = bool(values["cpu"].value) or not machine.has_accelerator
     local = 1 if on_cpu else _chosen_devices(values["gpu_ids"].value, machine)
     if values["num_processes"].value is None:
         total = local * max(1, int(values["num_machines"].value))
         reason = "one process on the CPU" if on_cpu else f"{local} of type {machine.device_type} on each machine"
-        values["num_processes"] = Resolved(total, Origin(Source.DETECTED, reason))
+        values["num_processes"] = Resolved(total, Origin(OptionSource.DETECTED, reason))
     several = int(values["num_processes"].value) > 1
     if several and not on_cpu and not any(values[name].value for name in PARADIGMS):
         reason = f"{machine.device_count} of type {machine.device_type}"
-        values["multi_gpu"] = Resolved(True, Origin(Source.DETECTED, reason))
+        values["multi_gpu"] = Resolved(True, Origin(OptionSource.DETECTED, reason))
 
 
 def _chosen_devices(chosen: str | None, machine: Machine) -> int:

@@ -1,26 +1,25 @@
-"""The merged options of a launch, each with where it came from."""
+"""The merged options of a launch, each with where it came from, and the variables by which workers learn them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from accelerate.config.sections.launch import options
-from accelerate.config.sections.launch_section import LaunchSection
+from accelerate.config.sections.engines import DeepSpeedOptions
+from accelerate.config.sections.registry import LaunchOption, options
 
 if TYPE_CHECKING:
     from accelerate.config.files import ConfigFile
     from accelerate.devices.machine import Machine
 
-S = TypeVar("S", bound=LaunchSection)
-
 HIDDEN = "(hidden)"
+# The libraries of Intel's threads, where the CPU does the work: threads stay on their cores and do not spin.
+_CPU_THREADS = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
 
 
-class Source(Enum):
+class OptionSource(Enum):
     """Who said a value, the strongest first."""
 
     FLAG = "flag"
@@ -34,11 +33,11 @@ class Source(Enum):
 class Origin:
     """Where a value came from: who, and the flag, key, variable or reason."""
 
-    source: Source
+    source: OptionSource
     detail: str = ""
 
     def __str__(self) -> str:
-        mark = ":" if self.source is Source.DETECTED else ""
+        mark = ":" if self.source is OptionSource.DETECTED else ""
         return f"{self.source.value}{mark} {self.detail}".rstrip()
 
 
@@ -91,11 +90,7 @@ class RunConfig(Mapping[str, Any]):
 
     def is_given(self, name: str) -> bool:
         """Say whether somebody chose the value: by a flag, a file or a variable."""
-        return self._values[name].origin.source not in (Source.DETECTED, Source.DEFAULT)
-
-    def section(self, section: type[S]) -> S:
-        """Return the options of one subject as an object with attributes."""
-        return section(**{field.name: self[field.name] for field in dataclasses.fields(section)})
+        return self._values[name].origin.source not in (OptionSource.DETECTED, OptionSource.DEFAULT)
 
     def rows(self) -> Iterator[tuple[str, str, Any, str]]:
         """Yield heading, name, value and origin of every option; secrets are hidden."""
@@ -103,3 +98,56 @@ class RunConfig(Mapping[str, Any]):
             value = self[name]
             shown = HIDDEN if option.knob.secret and value is not None else value
             yield option.section.title, name, shown, self.origin(name)
+
+
+def encode(config: RunConfig) -> dict[str, str]:
+    """Return the variables of a run; each option's are those of its declaration."""
+    variables: dict[str, str] = {}
+    for option in options().values():
+        if _reaches_worker(option, config):
+            variables |= option.knob.encode(config[option.name])
+    return {**variables, **_visible_devices(config), **_cpu(config), **_deepspeed(config), **_sagemaker(config)}
+
+
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables in a form that may be shown."""
+    secret = {option.knob.env for option in options().values() if option.knob.secret}
+    return {name: HIDDEN if name in secret else value for name, value in variables.items()}
+
+
+def _reaches_worker(option: LaunchOption, config: RunConfig) -> bool:
+    """Say whether workers are told: always what somebody chose, and the defaults of what is in use."""
+    if option.knob.secret and config.resolved(option.name).origin.source is OptionSource.ENVIRONMENT:
+        return False  # workers inherit it, and it stays out of what is written and shown
+    if config.is_given(option.name):
+        return True
+    on = option.section.switch is None or bool(config[option.section.switch])
+    return on and (option.knob.only_if is None or option.knob.only_if(config))
+
+
+def _visible_devices(config: RunConfig) -> dict[str, str]:
+    variable, chosen = config.machine.visible_devices_variable, config["gpu_ids"]
+    return {variable: chosen} if variable and chosen and chosen != "all" else {}
+
+
+def _cpu(config: RunConfig) -> dict[str, str]:
+    return dict(_CPU_THREADS) if config["cpu"] else {}
+
+
+def _deepspeed(config: RunConfig) -> dict[str, str]:
+    """Name the options that the file gave: DeepSpeed's own file must not give them a second time."""
+    if not config["use_deepspeed"]:
+        return {}
+    given = [name for name, option in options().items() if option.section is DeepSpeedOptions]
+    fields = [name for name in (*given, "mixed_precision") if config.file is not None and name in config.file.values]
+    return {"ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields)}
+
+
+def _sagemaker(config: RunConfig) -> dict[str, str]:
+    job = config.file.sagemaker if config.file is not None else None
+    if job is None:
+        return {}
+    return {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": str(job["distributed_type"]),
+    }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -188,11 +186,15 @@ def first_host(nodes: str) -> str:
 
 def port_of_job(job: str) -> int:
     """Return a port that all processes of a job derive alike and two jobs almost never share."""
+    import zlib
+
     return 15000 + zlib.crc32(job.encode()) % 40000
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
     """Say whether something listens on a port of this machine (by default the one of torch.distributed)."""
+    import socket  # here, because `--help` of a launch loads this file too
+
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", _DEFAULT_PORT if port is None else int(port))) == 0
 
@@ -203,6 +205,8 @@ def get_free_port() -> int:
     It lies below those that the system hands out by itself, so that no connection of another program takes it between
     this moment and its use, and is drawn at random, so that two programs that ask at once get two.
     """
+    import socket
+
     for _ in range(_PORT_ATTEMPTS):
         # Not by the module random: the launcher would load it for this alone, and a seed must not choose the port.
         port = _LOWEST_PORT + int.from_bytes(os.urandom(4), "big") % (_HIGHEST_PORT - _LOWEST_PORT)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.worker_environment import encode
+from accelerate.config.run_config import encode
 from accelerate.launch.site import Site
 
 if TYPE_CHECKING:

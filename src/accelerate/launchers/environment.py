@@ -8,8 +8,7 @@ from typing import Any
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.resolve import resolve
-from accelerate.config.run_config import RunConfig
-from accelerate.config.worker_environment import encode
+from accelerate.config.run_config import RunConfig, encode
 from accelerate.devices.machine import detect
 from accelerate.launch import deepspeed, elastic, mpi, simple
 from accelerate.launch.plan import LaunchPlan

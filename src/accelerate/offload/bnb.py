@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import is_4bit_bnb_available, is_8bit_bnb_available, require
-from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig
+from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
 from accelerate.offload.device_map import check_device_map
 from accelerate.offload.made_map import make_device_map

@@ -11,7 +11,7 @@ import torch
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import convert_to_fp32
-from accelerate.config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.config.plugins.training import AutocastKwargs, GradScalerKwargs
 from accelerate.devices.base import DeviceBackend
 from accelerate.precision.base import Precision
 from accelerate.precision.scaler import SharedGradScaler

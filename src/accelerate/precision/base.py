@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate.config.sections.handlers import AutocastKwargs
+from accelerate.config.plugins.training import AutocastKwargs
 
 
 class Precision:

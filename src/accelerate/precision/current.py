@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accelerate._base.enums import DistributedType
-from accelerate.config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.config.plugins.training import AutocastKwargs, GradScalerKwargs
 from accelerate.precision import registry
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime import current

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.sections.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.config.plugins.training import AutocastKwargs, GradScalerKwargs
 from accelerate.devices.base import DeviceBackend
 from accelerate.precision.amp import MixedPrecision
 from accelerate.precision.base import Precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-from accelerate.config.sections.training import GradientAccumulationPlugin
+from accelerate.config.plugins.training import GradientAccumulationPlugin
 from accelerate.runtime import current
 
 

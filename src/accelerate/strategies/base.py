@@ -20,9 +20,8 @@ from accelerate.checkpointing.parts import (
     ScalerPart,
     SchedulerPart,
 )
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
-from accelerate.config.sections.handlers import DistributedDataParallelKwargs
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.plan import data_shard
 from accelerate.parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
 from accelerate.parallel.shares import GradientShare, gradient_share

@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate._base.errors import WrongTypeError
 from accelerate.config import env
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 
 _ENGINE_SWITCHES = {
     "deepspeed": "ACCELERATE_USE_DEEPSPEED",

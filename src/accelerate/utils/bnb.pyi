@@ -1,7 +1,7 @@
 from accelerate._base.imports import is_4bit_bnb_available as is_4bit_bnb_available
 from accelerate._base.imports import is_8bit_bnb_available as is_8bit_bnb_available
 from accelerate.big_modeling import load_and_quantize_model as load_and_quantize_model
-from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig as BnbQuantizationConfig
+from accelerate.config.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from accelerate.offload.bnb import get_keys_to_not_convert as get_keys_to_not_convert
 from accelerate.offload.bnb import get_parameter_device as get_parameter_device
 from accelerate.offload.bnb import get_quantized_model_device_map as get_quantized_model_device_map

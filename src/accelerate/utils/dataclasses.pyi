@@ -12,44 +12,44 @@ from accelerate._base.enums import ProfilerActivity as ProfilerActivity
 from accelerate._base.enums import RNGType as RNGType
 from accelerate._base.enums import SageMakerDistributedType as SageMakerDistributedType
 from accelerate.collectives.nested import TensorInformation as TensorInformation
-from accelerate.config.sections.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
-from accelerate.config.sections.fp8 import AmaxComputeAlgorithm as AmaxComputeAlgorithm
-from accelerate.config.sections.fp8 import AORecipeKwargs as AORecipeKwargs
-from accelerate.config.sections.fp8 import Backend as Backend
-from accelerate.config.sections.fp8 import FP8Format as FP8Format
-from accelerate.config.sections.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
-from accelerate.config.sections.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
-from accelerate.config.sections.fp8 import OptLevel as OptLevel
-from accelerate.config.sections.fp8 import TERecipeKwargs as TERecipeKwargs
-from accelerate.config.sections.fsdp_torch import get_module_class_from_name as get_module_class_from_name
-from accelerate.config.sections.handlers import AutocastKwargs as AutocastKwargs
-from accelerate.config.sections.handlers import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accelerate.config.sections.handlers import GradScalerKwargs as GradScalerKwargs
-from accelerate.config.sections.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
-from accelerate.config.sections.handlers import ProfileKwargs as ProfileKwargs
-from accelerate.config.sections.megatron_models import (
+from accelerate.config.knob import KwargsHandler as KwargsHandler
+from accelerate.config.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelerate.config.plugins.fsdp_torch import get_module_class_from_name as get_module_class_from_name
+from accelerate.config.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.config.plugins.megatron_models import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
-from accelerate.config.sections.megatron_models import (
+from accelerate.config.plugins.megatron_models import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
-from accelerate.config.sections.megatron_models import parse_bert_config as parse_bert_config
-from accelerate.config.sections.megatron_models import parse_glm4_moe_config as parse_glm4_moe_config
-from accelerate.config.sections.megatron_models import parse_gpt2_config as parse_gpt2_config
-from accelerate.config.sections.megatron_models import parse_llama_config as parse_llama_config
-from accelerate.config.sections.megatron_models import parse_t5_config as parse_t5_config
-from accelerate.config.sections.plugins_deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accelerate.config.sections.plugins_megatron import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.config.sections.plugins_parallel import (
+from accelerate.config.plugins.megatron_models import parse_bert_config as parse_bert_config
+from accelerate.config.plugins.megatron_models import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.config.plugins.megatron_models import parse_gpt2_config as parse_gpt2_config
+from accelerate.config.plugins.megatron_models import parse_llama_config as parse_llama_config
+from accelerate.config.plugins.megatron_models import parse_t5_config as parse_t5_config
+from accelerate.config.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )
-from accelerate.config.sections.plugins_parallel import TorchContextParallelConfig as TorchContextParallelConfig
-from accelerate.config.sections.plugins_parallel import TorchPipelineParallelConfig as TorchPipelineParallelConfig
-from accelerate.config.sections.plugins_parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
-from accelerate.config.sections.plugins_parallel import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from accelerate.config.sections.plugins_quantization import BnbQuantizationConfig as BnbQuantizationConfig
-from accelerate.config.sections.training import DataLoaderConfiguration as DataLoaderConfiguration
-from accelerate.config.sections.training import GradientAccumulationPlugin as GradientAccumulationPlugin
-from accelerate.config.sections.training import ProjectConfiguration as ProjectConfiguration
-from accelerate.config.settings import KwargsHandler as KwargsHandler
+from accelerate.config.plugins.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
+from accelerate.config.plugins.parallelism import TorchPipelineParallelConfig as TorchPipelineParallelConfig
+from accelerate.config.plugins.parallelism import TorchTensorParallelConfig as TorchTensorParallelConfig
+from accelerate.config.plugins.parallelism import TorchTensorParallelPlugin as TorchTensorParallelPlugin
+from accelerate.config.plugins.quantization import AmaxComputeAlgorithm as AmaxComputeAlgorithm
+from accelerate.config.plugins.quantization import AORecipeKwargs as AORecipeKwargs
+from accelerate.config.plugins.quantization import Backend as Backend
+from accelerate.config.plugins.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+from accelerate.config.plugins.quantization import FP8Format as FP8Format
+from accelerate.config.plugins.quantization import FP8RecipeKwargs as FP8RecipeKwargs
+from accelerate.config.plugins.quantization import MSAMPRecipeKwargs as MSAMPRecipeKwargs
+from accelerate.config.plugins.quantization import OptLevel as OptLevel
+from accelerate.config.plugins.quantization import TERecipeKwargs as TERecipeKwargs
+from accelerate.config.plugins.training import AutocastKwargs as AutocastKwargs
+from accelerate.config.plugins.training import DataLoaderConfiguration as DataLoaderConfiguration
+from accelerate.config.plugins.training import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accelerate.config.plugins.training import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accelerate.config.plugins.training import GradScalerKwargs as GradScalerKwargs
+from accelerate.config.plugins.training import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accelerate.config.plugins.training import ProfileKwargs as ProfileKwargs
+from accelerate.config.plugins.training import ProjectConfiguration as ProjectConfiguration
+from accelerate.config.plugins.training import TorchDynamoPlugin as TorchDynamoPlugin

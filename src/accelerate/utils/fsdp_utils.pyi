@@ -1,8 +1,8 @@
 from accelerate.checkpointing.merging import merge_fsdp_weights as merge_fsdp_weights
-from accelerate.config.ram_efficient_loading import (
+from accelerate.config.plugins.fsdp import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
-from accelerate.config.ram_efficient_loading import (
+from accelerate.config.plugins.fsdp import (
     enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
 )
 from accelerate.strategies.fsdp.public import ensure_weights_retied as ensure_weights_retied

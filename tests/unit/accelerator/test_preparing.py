@@ -16,10 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
-from accelerate.config.sections.fp8 import MSAMPRecipeKwargs
-from accelerate.config.sections.handlers import AutocastKwargs, ProfileKwargs
-from accelerate.config.sections.training import GradientAccumulationPlugin
+from accelerate.config.plugins.quantization import MSAMPRecipeKwargs
+from accelerate.config.plugins.training import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+)
 from accelerate.devices import registry
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import current

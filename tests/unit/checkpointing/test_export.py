@@ -32,7 +32,7 @@ from accelerate._base.errors import (
     WrongTypeError,
 )
 from accelerate.checkpointing.weight_folder import STAGE_MARK
-from accelerate.config.sections.training import ProjectConfiguration
+from accelerate.config.plugins.training import ProjectConfiguration
 
 SHARD = "17KB"  # one layer of 64 by 64 floats and its bias
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.commands import accelerate_cli
-from accelerate.config.sections.launch import options
+from accelerate.config.sections.registry import options
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 needs_zsh = pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

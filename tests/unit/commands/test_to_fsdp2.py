@@ -18,8 +18,9 @@ from accelerate.commands.to_fsdp2 import (
     load_config,
 )
 from accelerate.config.files.reading import read_config_file
-from accelerate.config.sections.fsdp import FsdpOptions
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.knob import knobs
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.sections.engines import FsdpOptions
 
 VERSION_1: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -145,8 +146,6 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_option_is_known() -> None:
-    import dataclasses
-
-    options = {field.name for field in dataclasses.fields(FsdpOptions)}
+    options = set(knobs(FsdpOptions))
     assert options <= ARGUMENT_KEY_MAPPING.keys(), options - ARGUMENT_KEY_MAPPING.keys()
     assert ARGUMENT_VALUE_MAPPING.keys() <= ARGUMENT_KEY_MAPPING.keys()

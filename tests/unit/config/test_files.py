@@ -20,7 +20,7 @@ from accelerate.config.files import (
     read_config_file,
 )
 from accelerate.config.files.reading import SAGEMAKER_KEYS, known_keys, load_text, section_keys
-from accelerate.config.sections.launch import SECTIONS, options
+from accelerate.config.sections.registry import SECTIONS, options
 
 BASE: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
 

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from accelerate._base.enums import DDPCommunicationHookType, DynamoBackend, PrecisionType
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import knob as module
-from accelerate.config.knob import Codec, Knob, knob, knobs, member_of
-from accelerate.config.sections import dynamo, fp8, handlers, training
-from accelerate.config.settings import Settings
+from accelerate.config.knob import Codec, Knob, Settings, knob, knobs, member_of
+from accelerate.config.plugins import deepspeed, fsdp, megatron, parallelism, quantization, training
 
 SECTIONS = [
     value
-    for section in (dynamo, fp8, handlers, training)
+    for section in (deepspeed, fsdp, megatron, parallelism, quantization, training)
     for value in vars(section).values()
     if isinstance(value, type) and issubclass(value, Settings) and value.__module__ == section.__name__
 ]
@@ -64,7 +63,7 @@ def test_what_the_environment_can_give_round_trips(section: type[Settings]) -> N
 
 
 def test_there_are_sections_to_check() -> None:
-    assert len(SECTIONS) == 13
+    assert len(SECTIONS) == 21
 
 
 def test_a_knob_cannot_be_changed() -> None:

@@ -17,9 +17,8 @@ import accelerate
 from accelerate.config import knob as codecs
 from accelerate.config.cli import add_launch_arguments
 from accelerate.config.resolve import resolve
-from accelerate.config.run_config import RunConfig
-from accelerate.config.sections.launch import LaunchOption, options
-from accelerate.config.worker_environment import encode
+from accelerate.config.run_config import RunConfig, encode
+from accelerate.config.sections.registry import LaunchOption, options
 from accelerate.devices.machine import Machine
 
 COMPAT = Path(__file__).resolve().parents[2] / "compat"
@@ -215,9 +214,7 @@ def test_every_flag_reaches_the_worker_or_the_launcher(option: LaunchOption) -> 
 def test_every_option_without_a_variable_is_read_by_name_in_the_launching_process() -> None:
     folders = [PACKAGE / "launch", PACKAGE / "commands"]
     texts = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
-    texts += [
-        (PACKAGE / "config" / name).read_text() for name in ("resolve.py", "worker_environment.py", "conflicts.py")
-    ]
+    texts += [(PACKAGE / "config" / name).read_text() for name in ("resolve.py", "run_config.py", "conflicts.py")]
     source = "\n".join(texts)
     unread = [
         option.name
@@ -280,7 +277,7 @@ def test_nvme_paths_reach_the_worker() -> None:
 
 def test_the_launcher_side_loads_neither_torch_nor_anything_slow() -> None:
     program = (
-        "import sys; import accelerate.config.cli, accelerate.config.resolve, accelerate.config.worker_environment;"
+        "import sys; import accelerate.config.cli, accelerate.config.resolve, accelerate.config.run_config;"
         "import accelerate.config.files, accelerate.commands.config.default;"
         "print([name for name in ('torch', 'numpy', 'yaml', 'huggingface_hub') if name in sys.modules])"
     )

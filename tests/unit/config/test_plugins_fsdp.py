@@ -17,8 +17,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import reset_warnings
-from accelerate.config.sections.fsdp_torch import get_module_class_from_name
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.plugins.fsdp_torch import get_module_class_from_name
 
 RAM = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 

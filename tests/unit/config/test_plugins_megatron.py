@@ -12,11 +12,11 @@ import torch
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import is_package_available
-from accelerate.config.sections.megatron_models import (
+from accelerate.config.plugins.megatron import MegatronLMPlugin
+from accelerate.config.plugins.megatron_models import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     add_model_config_to_megatron_parser,
 )
-from accelerate.config.sections.plugins_megatron import MegatronLMPlugin
 
 transformers = pytest.importorskip("transformers")
 IDS = {"input_ids": torch.zeros(2, 7, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}

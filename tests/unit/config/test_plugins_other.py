@@ -108,8 +108,8 @@ def test_engines_that_are_not_there_yet_are_refused(plugins: dict[str, Any]) -> 
 
 
 def test_the_declarations_load_without_torch() -> None:
-    names = ("fsdp", "deepspeed", "megatron", "parallel", "quantization")
-    imports = "; ".join(f"import accelerate.config.sections.plugins_{name}" for name in names)
+    names = ("deepspeed", "fsdp", "megatron", "parallelism", "quantization", "training")
+    imports = "; ".join(f"import accelerate.config.plugins.{name}" for name in names)
     source = f"import sys; {imports}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

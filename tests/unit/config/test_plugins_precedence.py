@@ -10,11 +10,11 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate.config.knob import knobs
-from accelerate.config.sections.launch import options
-from accelerate.config.sections.plugins_deepspeed import DeepSpeedPlugin
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.sections.plugins_megatron import MegatronLMPlugin
-from accelerate.config.sections.plugins_parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins.megatron import MegatronLMPlugin
+from accelerate.config.plugins.parallelism import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accelerate.config.sections.registry import options
 
 # Field -> the default; the variable, its text and what that gives; a given value and what it gives.
 Row = tuple[Any, str, str, Any, Any, Any]

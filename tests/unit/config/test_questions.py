@@ -14,7 +14,7 @@ from accelerate.config.answers import cluster_config
 from accelerate.config.files import SageMakerConfig, load_config_from_file
 from accelerate.config.questions import Interview, cluster_questions, option_question
 from accelerate.config.resolve import resolve
-from accelerate.config.sections.launch import options
+from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine, SlurmJob
 
 FOUR = Machine("cuda", 4, 8, label=DistributedType.MULTI_GPU)

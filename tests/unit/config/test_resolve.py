@@ -12,10 +12,8 @@ import yaml
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.cli import add_launch_arguments
 from accelerate.config.resolve import resolve
-from accelerate.config.run_config import HIDDEN, RunConfig, Source
-from accelerate.config.sections.fsdp import FsdpOptions
-from accelerate.config.sections.launch import options
-from accelerate.config.worker_environment import encode, without_secrets
+from accelerate.config.run_config import HIDDEN, OptionSource, RunConfig, encode, without_secrets
+from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine, SlurmJob
 
 GPUS = Machine(device_type="cuda", device_count=4, cpu_count=8, visible_devices_variable="CUDA_VISIBLE_DEVICES")
@@ -68,7 +66,7 @@ def test_the_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
     assert (written["mixed_precision"], written.origin("mixed_precision")) == ("bf16", f"file {path}: mixed_precision")
     typed = launch("--config_file", path, "--mixed-precision", "fp8", environ=environ)
     assert (typed["mixed_precision"], typed.origin("mixed_precision")) == ("fp8", "flag --mixed_precision")
-    assert typed.resolved("mixed_precision").origin.source is Source.FLAG
+    assert typed.resolved("mixed_precision").origin.source is OptionSource.FLAG
 
 
 def test_a_flag_with_the_value_of_the_default_wins_over_the_file(tmp_path: Path) -> None:
@@ -353,9 +351,9 @@ def test_a_flag_that_is_not_needed_says_so() -> None:
     assert "--same_network changes nothing" in launch("--same_network").notes[0]
 
 
-def test_a_section_is_an_object_with_attributes() -> None:
-    section = launch("--use_fsdp", "--fsdp_version", "2").section(FsdpOptions)
-    assert (section.fsdp_version, section.fsdp_offload_params) == (2, False)
+def test_options_of_an_engine_are_read_by_name() -> None:
+    config = launch("--use_fsdp", "--fsdp_version", "2")
+    assert (config["fsdp_version"], config["fsdp_offload_params"]) == (2, False)
 
 
 @pytest.mark.parametrize(

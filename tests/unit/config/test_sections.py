@@ -17,21 +17,19 @@ from accelerate._base.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import is_torchao_available, is_transformer_engine_available
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
-from accelerate.config.sections.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.config.sections.handlers import (
+from accelerate.config.knob import KwargsHandler
+from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.plugins.training import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
-)
-from accelerate.config.sections.training import (
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
-from accelerate.config.settings import KwargsHandler
 
 STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import Accelerator
 from accelerate.config.env import patch_environment
-from accelerate.config.sections.dynamo import TorchDynamoPlugin
+from accelerate.config.plugins.training import TorchDynamoPlugin
 from accelerate.parallel.compile import (
     compile_regions,
     has_compiled_regions,

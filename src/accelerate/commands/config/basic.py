@@ -10,7 +10,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.files.locations import default_json_config_file
 from accelerate.config.files.objects import ClusterConfig, place_to_write
-from accelerate.config.sections.resources import PRECISIONS
+from accelerate.config.sections.launch import PRECISIONS
 from accelerate.devices.machine import detect
 
 

@@ -9,7 +9,7 @@ from accelerate.commands.config.basic import write_basic_config
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.config.cli import spellings
 from accelerate.config.files import default_json_config_file
-from accelerate.config.sections.resources import PRECISIONS
+from accelerate.config.sections.launch import PRECISIONS
 
 description = "Write a file of options for the hardware that this machine has."
 

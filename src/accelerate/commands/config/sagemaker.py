@@ -12,7 +12,7 @@ from accelerate.config import env
 from accelerate.config.answers import by_section
 from accelerate.config.files.objects import SageMakerConfig
 from accelerate.config.questions import Interview, Question, option_question
-from accelerate.config.sections.launch import options
+from accelerate.config.sections.registry import options
 from accelerate.devices.machine import detect
 
 _SPREAD = "sagemaker_distributed_type"

@@ -19,7 +19,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.config.files import locations
 from accelerate.config.files.kinds import kind_of
 from accelerate.config.files.reading import ConfigFile, check, load_text
-from accelerate.config.sections.launch import options
+from accelerate.config.sections.registry import options
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.files.migration import migrate
-from accelerate.config.sections.launch import SECTIONS, LaunchOption, options
+from accelerate.config.sections.registry import SECTIONS, LaunchOption, options
 
 _SAGEMAKER = ComputeEnvironment.AMAZON_SAGEMAKER.value
 # What a file says beside the options of a launch.

@@ -1,81 +1,360 @@
-"""The launch options of all subjects, in the order of `--help`."""
+"""Launch options that say what is run, on what, in how many processes, and how these meet."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from accelerate.config.knob import Knob, knobs
-from accelerate.config.sections.aws import AwsOptions
-from accelerate.config.sections.deepspeed import DeepSpeedOptions
-from accelerate.config.sections.distributed import DistributedOptions
-from accelerate.config.sections.dynamo import DynamoOptions
-from accelerate.config.sections.fp8 import Fp8Options
-from accelerate.config.sections.fsdp import FsdpOptions
-from accelerate.config.sections.hardware import HardwareOptions
-from accelerate.config.sections.launch_section import LaunchSection
-from accelerate.config.sections.megatron import MegatronOptions
-from accelerate.config.sections.mpi import MpiOptions
-from accelerate.config.sections.paradigm import ParadigmOptions
-from accelerate.config.sections.parallelism import ParallelismOptions
-from accelerate.config.sections.resources import ResourceOptions
-from accelerate.config.sections.run import RunOptions
-from accelerate.config.sections.tpu import TpuOptions
-
-SECTIONS: tuple[type[LaunchSection], ...] = (
-    RunOptions,
-    HardwareOptions,
-    ResourceOptions,
-    DynamoOptions,
-    ParadigmOptions,
-    DistributedOptions,
-    TpuOptions,
-    DeepSpeedOptions,
-    FsdpOptions,
-    MegatronOptions,
-    Fp8Options,
-    AwsOptions,
-    MpiOptions,
-    ParallelismOptions,
+from accelerate.config.knob import (
+    NAMES,
+    ON_ONE,
+    ON_TRUE,
+    REPEATED,
+    THREADS,
+    TRUE_FALSE,
+    Ask,
+    LaunchSection,
+    knob,
 )
 
-
-@dataclass(frozen=True)
-class LaunchOption:
-    """One launch option: its name, its declaration, and the subject that it belongs to."""
-
-    name: str
-    knob: Knob
-    section: type[LaunchSection]
-    default: Any
-
-    @property
-    def flag(self) -> str | None:
-        """The long flag as users write it; None for an option without one."""
-        if self.knob.shape in ("place", "rest", "none"):
-            return None
-        return f"--{self.knob.flag or self.name}"
-
-    @property
-    def file_key(self) -> str | None:
-        """The key in files, inside the section's dictionary where it has one; None where files cannot hold it."""
-        key = self.name if self.knob.yaml is None else self.knob.yaml
-        return key or None
-
-    @property
-    def place(self) -> str:
-        """How a message names the option: its flag, else its key."""
-        return self.flag or self.file_key or self.name
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
-@cache
-def options() -> dict[str, LaunchOption]:
-    """Return every launch option by name."""
-    found: dict[str, LaunchOption] = {}
-    for section in SECTIONS:
-        defaults = {field.name: field.default for field in dataclasses.fields(section)}
-        for name, declared in knobs(section).items():
-            found[name] = LaunchOption(name, declared, section, defaults[name])
-    return found
+# --- when a question of `accelerate config` applies, from the answers before it ---------------------------------------
+
+
+def several_processes(answers: Mapping[str, Any]) -> bool:
+    """Say whether the run has more than one process."""
+    return bool(answers["distributed_type"] != "NO")
+
+
+def several_machines(answers: Mapping[str, Any]) -> bool:
+    """Say whether the run has more than one machine."""
+    return bool(answers["num_machines"] > 1)
+
+
+def _needs_address(answers: Mapping[str, Any]) -> bool:
+    """Say whether machines must be told where to find each other."""
+    return several_machines(answers) and not answers["mpirun_hostfile"]
+
+
+def _on_accelerators(answers: Mapping[str, Any]) -> bool:
+    """Say whether the run has several accelerators of a machine."""
+    return several_processes(answers) and not answers["cpu"] and not answers["tpu"]
+
+
+def _on_tpu(answers: Mapping[str, Any]) -> bool:
+    return bool(answers["tpu"])
+
+
+def _on_tpu_pod(answers: Mapping[str, Any]) -> bool:
+    return _on_tpu(answers) and bool(answers["tpu_cluster"])
+
+
+# --- the options ------------------------------------------------------------------------------------------------------
+
+
+class RunOptions(LaunchSection):
+    """The script, and how it is started."""
+
+    config_file: str | None = knob(
+        help="YAML or JSON file to take defaults from, instead of the one in the cache folder.",
+        yaml="",
+        reader="resolver",
+    )
+    quiet: bool = knob(
+        False,
+        help="Leave out the report when a worker fails; only its own output is shown.",
+        shape="switch",
+        short="-q",
+        yaml="",
+        reader="launcher",
+    )
+    module: bool = knob(
+        False,
+        help="Run the script as a module, as `python -m` does.",
+        shape="switch",
+        short="-m",
+        yaml="",
+        reader="launcher",
+    )
+    no_python: bool = knob(
+        False,
+        help="Run the script as a program of its own, without a Python interpreter before it.",
+        shape="switch",
+        yaml="",
+        reader="launcher",
+    )
+    debug: bool = knob(
+        False,
+        help="Check in every collective that all processes agree about its shapes; slower.",
+        codec=ON_TRUE,
+        env="ACCELERATE_DEBUG_MODE",
+        shape="switch",
+        ask=Ask(only_if=several_processes),
+    )
+    training_script: str | None = knob(
+        help="Path of the script, or name of the module, to run in every process.",
+        shape="place",
+        yaml="",
+        reader="launcher",
+    )
+    training_script_args: list[str] | None = knob(
+        help="Arguments of the script, handed on as they are.",
+        codec=REPEATED,
+        shape="rest",
+        yaml="",
+        reader="launcher",
+    )
+
+
+class HardwareOptions(LaunchSection):
+    """What the processes compute on."""
+
+    title: ClassVar[str] = "Hardware Selection Arguments"
+
+    cpu: bool = knob(
+        False,
+        help="Compute on the CPU even if there is an accelerator. The default file is not read then.",
+        codec=TRUE_FALSE,
+        env="ACCELERATE_USE_CPU",
+        shape="switch",
+        yaml="use_cpu",
+        ask=Ask("Compute on the CPU alone", only_if=lambda answers: not several_processes(answers)),
+    )
+    multi_gpu: bool = knob(
+        False, help="Start one process for each of several accelerators.", shape="switch", yaml="", reader="launcher"
+    )
+    tpu: bool = knob(False, help="Start the script on a TPU.", shape="switch", yaml="", reader="launcher")
+
+
+class ResourceOptions(LaunchSection):
+    """Number of processes, threads and bits."""
+
+    title: ClassVar[str] = "Resource Selection Arguments"
+
+    mixed_precision: str | None = knob(
+        help="Number format of training.",
+        choices=PRECISIONS,
+        env="ACCELERATE_MIXED_PRECISION",
+        fallback="no",
+        ask=Ask(),
+    )
+    num_processes: int | None = knob(
+        help="Number of processes over all machines; one for each accelerator where it is not given.",
+        reader="elastic",
+        ask=Ask("Number of processes over all machines", only_if=several_processes),
+    )
+    num_machines: int | None = knob(
+        help="Number of machines.",
+        fallback=1,
+        reader="elastic",
+        ask=Ask(only_if=lambda answers: several_processes(answers) and not answers["tpu"]),
+    )
+    num_cpu_threads_per_process: int | None = knob(
+        help="Threads of each process; on the CPU the physical cores are shared out where it is not given.",
+        codec=THREADS,
+        env="OMP_NUM_THREADS",
+        yaml="",
+    )
+    enable_cpu_affinity: bool = knob(
+        False,
+        help="Bind each process to the cores next to its accelerator.",
+        codec=ON_ONE,
+        env="ACCELERATE_CPU_AFFINITY",
+        shape="switch",
+        ask=Ask(only_if=_on_accelerators),
+    )
+
+
+class ParadigmOptions(LaunchSection):
+    """Which engine wraps the model; one at most."""
+
+    title: ClassVar[str] = "Training Paradigm Arguments"
+    variables: ClassVar[str | None] = "ACCELERATE_"
+
+    use_deepspeed: bool = knob(False, help="Train with DeepSpeed.", codec=ON_TRUE, shape="switch", yaml="")
+    use_fsdp: bool = knob(False, help="Shard the model with FSDP.", codec=ON_TRUE, shape="switch", yaml="")
+    use_parallelism_config: bool = knob(
+        False,
+        help="Lay the processes out on the axes given by --parallelism_config_*; those that shard need FSDP 2 or DeepSpeed.",
+        codec=ON_TRUE,
+        shape="switch",
+        yaml="",
+        ask=Ask(
+            "Lay the processes out on several axes of parallelism",
+            only_if=lambda answers: answers["use_deepspeed"] or (answers["use_fsdp"] and answers["fsdp_version"] == 2),
+        ),
+    )
+    use_megatron_lm: bool = knob(False, help="Train with Megatron-LM.", codec=ON_TRUE, shape="switch", yaml="")
+
+
+class DistributedOptions(LaunchSection):
+    """Addresses, rendezvous, logs and restarts."""
+
+    title: ClassVar[str] = "Distributed GPUs"
+
+    gpu_ids: str | None = knob(
+        help="Accelerators of this machine to use, such as `0,2`, or `all`.",
+        codec=NAMES,
+        fallback="all",
+        reader="launcher",
+        ask=Ask(only_if=lambda answers: _on_accelerators(answers) and not several_machines(answers)),
+    )
+    same_network: bool = knob(
+        False,
+        help="Accepted and not needed: machines always meet at the address of the first one.",
+        shape="switch",
+        reader="resolver",
+    )
+    machine_rank: int | None = knob(
+        help="Number of this machine, from 0.", fallback=0, reader="elastic", ask=Ask(only_if=_needs_address)
+    )
+    main_process_ip: str | None = knob(
+        help="Address of the first machine.", env="MASTER_ADDR", reader="elastic", ask=Ask(only_if=_needs_address)
+    )
+    main_process_port: int | None = knob(
+        help="Port of the first machine; 0 takes a free one.",
+        env="MASTER_PORT",
+        reader="elastic",
+        ask=Ask(default=29500, only_if=_needs_address),
+    )
+    tee: str = knob(
+        "0",
+        help="Streams that go to the terminal and to the log files: 1 is output, 2 is errors, 3 is both.",
+        short="-t",
+        yaml="",
+        reader="elastic",
+    )
+    log_dir: str | None = knob(help="Folder for the logs of each process.", yaml="", reader="elastic")
+    role: str = knob("default", help="Name of the workers in logs.", yaml="", reader="elastic")
+    rdzv_backend: str = knob(
+        "static",
+        help="How the machines meet: static, c10d or etcd.",
+        reader="elastic",
+        ask=Ask("How the machines meet", choices=("static", "c10d", "etcd"), only_if=_needs_address),
+    )
+    rdzv_conf: str = knob("", help="Options of the meeting, as `key=value,key=value`.", yaml="", reader="elastic")
+    max_restarts: int = knob(
+        0, help="How often the workers are started anew after a failure.", yaml="", reader="elastic"
+    )
+    auto_resume: bool = knob(
+        False,
+        help="Let `accelerator.epochs()` go on from the newest valid checkpoint of the project folder.",
+        codec=ON_TRUE,
+        env="ACCELERATE_AUTO_RESUME",
+        shape="switch",
+        yaml="",
+    )
+    preemption_grace: float = knob(
+        30.0,
+        help="Seconds that workers which read `accelerator.should_stop` have to save and end after SIGTERM.",
+        yaml="",
+        reader="elastic",
+    )
+    monitor_interval: float = knob(0.1, help="Seconds between two looks at the workers.", yaml="", reader="elastic")
+
+
+class TpuOptions(LaunchSection):
+    """A TPU, or a pod of them."""
+
+    title: ClassVar[str] = "TPU"
+
+    tpu_cluster: bool = knob(
+        False,
+        help="Start the script on every machine of a TPU pod.",
+        shape="switch",
+        negative="no_tpu_cluster",
+        yaml="tpu_use_cluster",
+        old_keys=("tpu_cluster",),
+        reader="launcher",
+        ask=Ask(only_if=_on_tpu),
+    )
+    tpu_use_sudo: bool = knob(
+        False,
+        help="Run with sudo on the machines of the pod.",
+        shape="switch",
+        reader="launcher",
+        ask=Ask(only_if=_on_tpu_pod),
+    )
+    vm: list[str] | None = knob(
+        help="A machine of the pod; repeat it for each.",
+        codec=REPEATED,
+        shape="repeat",
+        yaml="tpu_vm",
+        reader="launcher",
+        ask=Ask("Machine of the pod, or a JSON list of them", optional=True, only_if=_on_tpu_pod),
+    )
+    env: list[str] | None = knob(
+        help="A variable for the machines of the pod, as `NAME=value`; repeat it for each.",
+        codec=REPEATED,
+        shape="repeat",
+        yaml="tpu_env",
+        reader="launcher",
+        ask=Ask(
+            "Variable for the machines of the pod as `NAME=value`, or a JSON list of them",
+            optional=True,
+            only_if=_on_tpu_pod,
+        ),
+    )
+    main_training_function: str | None = knob(
+        help="Function of the script to run in each process of a TPU.",
+        fallback="main",
+        reader="launcher",
+        ask=Ask(only_if=_on_tpu),
+    )
+    downcast_bf16: bool = knob(
+        False,
+        help="With bf16 on a TPU, keep doubles in 32 bits instead of 16.",
+        codec=ON_TRUE,
+        env="ACCELERATE_DOWNCAST_BF16",
+        shape="switch",
+        ask=Ask(only_if=lambda answers: _on_tpu(answers) and answers["mixed_precision"] == "bf16"),
+    )
+    tpu_name: str | None = knob(help="Name of the TPU.", shape="none", reader="launcher", ask=Ask(only_if=_on_tpu_pod))
+    tpu_zone: str | None = knob(help="Zone of the TPU.", shape="none", reader="launcher", ask=Ask(only_if=_on_tpu_pod))
+    command_file: str | None = knob(
+        help="File of commands for `tpu-config`.",
+        shape="none",
+        reader="launcher",
+        ask=Ask(optional=True, only_if=_on_tpu_pod),
+    )
+    commands: list[str] | None = knob(
+        help="Commands for `tpu-config`.",
+        codec=REPEATED,
+        shape="none",
+        reader="launcher",
+        ask=Ask(
+            "Command for `tpu-config`, or a JSON list of them",
+            optional=True,
+            only_if=lambda answers: _on_tpu_pod(answers) and not answers["command_file"],
+        ),
+    )
+
+
+class AwsOptions(LaunchSection):
+    """The account that a job on Amazon SageMaker is charged to."""
+
+    title: ClassVar[str] = "AWS Arguments"
+    variables: ClassVar[str | None] = ""
+
+    aws_access_key_id: str | None = knob(help="Key of the account, for jobs on SageMaker.", yaml="", secret=True)
+    aws_secret_access_key: str | None = knob(help="Secret of that key.", yaml="", secret=True)
+
+
+class MpiOptions(LaunchSection):
+    """Start through `mpirun`."""
+
+    title: ClassVar[str] = "MPI Arguments"
+    file_key: ClassVar[str | None] = "mpirun_config"
+    prefix: ClassVar[str] = "mpirun_"
+
+    mpirun_hostfile: str | None = knob(
+        help="Start with mpirun on the machines that this file lists.",
+        reader="launcher",
+        ask=Ask(
+            "File of machines to start on with mpirun",
+            optional=True,
+            only_if=lambda answers: several_machines(answers) and bool(answers["cpu"]),
+        ),
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import AccelerateError
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.parallel.activation_checkpoint import checkpoint_blocks
 from accelerate.parallel.unwrap import plain_name
 from accelerate.strategies.fsdp.filling import fill_from_first

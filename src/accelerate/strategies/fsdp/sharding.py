@@ -11,7 +11,7 @@ from torch import nn
 from accelerate._base.enums import DistributedType
 from accelerate._base.helpers import Choice, warn_once
 from accelerate.checkpointing.parts import ModelPart, OptimizerPart, Part, Prepared
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.parallel.activation_checkpoint import checkpoint_blocks
 from accelerate.parallel.compile import compile_regions_fsdp2, has_repeated_blocks
 from accelerate.parallel.gradients import local, scale_gradients

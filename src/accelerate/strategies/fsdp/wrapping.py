@@ -11,8 +11,8 @@ from torch import nn
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
-from accelerate.config.sections import fsdp_torch
-from accelerate.config.sections.plugins_fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.plugins import fsdp_torch
+from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.parallel.activation_checkpoint import inner_block
 
 Policy = Callable[..., bool]

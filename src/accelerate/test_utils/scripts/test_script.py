@@ -20,8 +20,7 @@ from accelerate.collectives.ops import (
     reduce,
 )
 from accelerate.collectives.rng import set_seed, synchronize_rng_states
-from accelerate.config.sections.handlers import GradScalerKwargs
-from accelerate.config.sections.training import DataLoaderConfiguration, GradientAccumulationPlugin
+from accelerate.config.plugins.training import DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 from accelerate.data_loader import skip_first_batches
 from accelerate.devices import registry
 from accelerate.state import AcceleratorState, GradientState, PartialState

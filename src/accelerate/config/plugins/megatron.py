@@ -9,10 +9,9 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
-from accelerate.config.knob import Codec, knob, shared
-from accelerate.config.sections.megatron import MegatronOptions
-from accelerate.config.sections.megatron_models import parser_for
-from accelerate.config.settings import Settings
+from accelerate.config.knob import Codec, Settings, knob, shared
+from accelerate.config.plugins.megatron_models import parser_for
+from accelerate.config.sections.engines import MegatronOptions
 
 _WORD: Codec[Any] = Codec(
     parse=lambda text: {"true": True, "false": False}.get(text.lower(), text),

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
-from accelerate.config.knob import YES_NO, knob, shared
-from accelerate.config.sections.parallelism import ParallelismOptions
-from accelerate.config.settings import Settings
+from accelerate.config.knob import Settings, knob, shared
+from accelerate.config.sections.compute import ParallelismOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,17 +34,17 @@ class TorchTensorParallelPlugin:
 class TorchTensorParallelConfig(Settings):
     """Say how layers are split.
 
-    Args:
-        enable_async_tp: Communicate while computing; torch cannot do that yet in training, so it is left out.
-        plan: How each module is split: its dotted name, with `*` for any part of it, and the name of a style
-            (`"colwise"`, `"rowwise"`, ...) or a `ParallelStyle` of torch. The model's own `tp_plan` if None.
-
     Raises:
         ConfigurationError: The installed Transformers cannot split layers.
     """
 
-    enable_async_tp: bool = knob(False, help="Communicate while computing.", codec=YES_NO)
-    plan: dict[str, Any] | None = None
+    enable_async_tp: bool = knob(
+        False, help="Communicate while computing; torch cannot do that yet in training, so it is left out."
+    )
+    plan: dict[str, Any] | None = knob(
+        help="How each module is split: its dotted name, with `*` for any part of it, and the name of a style "
+        '(`"colwise"`, `"rowwise"`, ...) or a `ParallelStyle` of torch. The model\'s own `tp_plan` if None.'
+    )
 
     def normalise(self) -> None:
         """Check the version of Transformers, which does the splitting, and name what is left out."""
@@ -69,9 +68,6 @@ class TorchTensorParallelConfig(Settings):
 class TorchContextParallelConfig(Settings):
     """Say how sequences are split by context parallelism.
 
-    Args:
-        cp_comm_strategy: How the parts of a sequence are exchanged: `"allgather"` or `"alltoall"`.
-
     Raises:
         ConfigurationError: The strategy is not known.
     """
@@ -83,16 +79,17 @@ class TorchContextParallelConfig(Settings):
 class TorchPipelineParallelConfig(Settings):
     """Say how the stages of a pipeline take turns.
 
-    Args:
-        schedule: `"1f1b"` (a stage begins backward passes as soon as it can, so that few activations are kept) or
-            `"gpipe"` (all forward passes come first).
-        num_microbatches: Parts that a batch is cut into; as many as there are stages if None.
-
     Raises:
         ConfigurationError: The schedule is not known, or there is no part.
     """
 
-    schedule: str = shared(ParallelismOptions, "parallelism_config_pp_schedule", fallback="1f1b")
+    schedule: str = shared(
+        ParallelismOptions,
+        "parallelism_config_pp_schedule",
+        fallback="1f1b",
+        help='`"1f1b"` (a stage begins backward passes as soon as it can, so that few activations are kept) or `"gpipe"` '
+        "(all forward passes come first).",
+    )
     num_microbatches: int | None = shared(ParallelismOptions, "parallelism_config_pp_num_microbatches")
 
     def normalise(self) -> None:
@@ -108,11 +105,6 @@ class TorchPipelineParallelConfig(Settings):
 class DeepSpeedSequenceParallelConfig(Settings):
     """Say how sequences are split by DeepSpeed's sequence parallelism.
 
-    Args:
-        sp_seq_length: Length of all sequences, where it is fixed.
-        sp_seq_length_is_variable: Sequences differ in length.
-        sp_attn_implementation: The attention of the model: sdpa, a flash attention, or one of the hub's kernels for it.
-
     Raises:
         ConfigurationError: A fixed length is not given, or the attention cannot be split.
     """
@@ -121,7 +113,11 @@ class DeepSpeedSequenceParallelConfig(Settings):
     sp_seq_length_is_variable: bool = shared(
         ParallelismOptions, "parallelism_config_sp_seq_length_is_variable", fallback=True
     )
-    sp_attn_implementation: str | None = shared(ParallelismOptions, "parallelism_config_sp_attn_implementation")
+    sp_attn_implementation: str | None = shared(
+        ParallelismOptions,
+        "parallelism_config_sp_attn_implementation",
+        help="The attention of the model: sdpa, a flash attention, or one of the hub's kernels for it.",
+    )
 
     def normalise(self) -> None:
         """Refuse a fixed length that is not given, and attention that cannot be split."""

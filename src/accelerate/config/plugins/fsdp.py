@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
-from accelerate.config.knob import knob, shared
-from accelerate.config.sections import fsdp_torch
-from accelerate.config.sections.fsdp import FsdpOptions
-from accelerate.config.settings import Settings
+from accelerate.config.knob import Settings, knob, shared
+from accelerate.config.plugins import fsdp_torch
+from accelerate.config.sections.engines import FsdpOptions
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 # What only FSDP 1 has. With FSDP 2 the launcher's variables for these are passed over; a program's own value is named.
 _VERSION_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 _YES_NO = {"true": True, "false": False}
+_RAM_EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 @dataclass
@@ -31,71 +31,100 @@ class FullyShardedDataParallelPlugin(Settings):
 
     Names and numbers become the objects of torch that they stand for.
 
-    Args:
-        fsdp_version: 1 or 2.
-        sharding_strategy: What FSDP 1 shards; the old name of `reshard_after_forward`.
-        reshard_after_forward: Free weights between forward and backward: a bool with FSDP 2, a sharding strategy with
-            FSDP 1, where it gives `sharding_strategy` unless that is given itself.
-        backward_prefetch: When FSDP 1 fetches the next weights in backward.
-        mixed_precision_policy: A precision, a dictionary (`param_dtype`, `reduce_dtype`, and `buffer_dtype` with
-            FSDP 1 or `output_dtype` with FSDP 2), or torch's own object.
-        auto_wrap_policy: Which modules are sharded on their own: a policy's name or a function.
-        cpu_offload: Keep weights on the CPU while they rest: a bool or torch's own object.
-        ignored_modules: Modules that are not sharded, or a pattern that their whole name matches.
-        state_dict_type: Form of weights in checkpoints; full with FSDP 1, sharded with FSDP 2.
-        state_dict_config: Torch's options of that form; made to fit where not given.
-        optim_state_dict_config: The same for the optimizer.
-        limit_all_gathers: Let FSDP 1 hold no more than two gathered modules at a time.
-        use_orig_params: Let FSDP 1 show the parameters of the model as they were.
-        param_init_fn: Gives memory to a module whose weights have none yet.
-        sync_module_states: Let FSDP 1 send the weights of rank 0 to all at the start.
-        forward_prefetch: Let FSDP 1 fetch the next weights during forward.
-        activation_checkpointing: Compute activations again in backward instead of keeping them.
-        activation_checkpointing_offload: Keep the activations that remain on the CPU; FSDP 2 only.
-        cpu_ram_efficient_loading: Let one process alone read the weights. A value given here is also set in the
-            environment, where model libraries look for it.
-        transformer_cls_names_to_wrap: Classes of layers that are sharded on their own, as a list or between commas.
-        min_num_params: Size from which a module is sharded on its own, under `"SIZE_BASED_WRAP"`.
-
     Raises:
         ConfigurationError: A value is unknown, or this version of FSDP does not have what it asks for.
     """
 
     fsdp_version: int = shared(FsdpOptions, "fsdp_version", fallback=1)
     sharding_strategy: str | int | fsdp.ShardingStrategy | None = shared(
-        FsdpOptions, "fsdp_sharding_strategy", choices=()
+        FsdpOptions,
+        "fsdp_sharding_strategy",
+        choices=(),
+        help="What FSDP 1 shards; the old name of `reshard_after_forward`.",
     )
-    reshard_after_forward: str | bool | fsdp.ShardingStrategy | None = shared(FsdpOptions, "fsdp_reshard_after_forward")
+    reshard_after_forward: str | bool | fsdp.ShardingStrategy | None = shared(
+        FsdpOptions,
+        "fsdp_reshard_after_forward",
+        help="Free weights between forward and backward: a bool with FSDP 2, a sharding strategy with FSDP 1, where it "
+        "gives `sharding_strategy` unless that is given itself.",
+    )
     backward_prefetch: str | int | fsdp.BackwardPrefetch | None = shared(
         FsdpOptions, "fsdp_backward_prefetch", choices=()
     )
     mixed_precision_policy: dict[str, Any] | str | fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None = knob(
-        help="Types of numbers that FSDP computes in."
+        help="A precision, a dictionary (`param_dtype`, `reduce_dtype`, and `buffer_dtype` with FSDP 1 or `output_dtype` "
+        "with FSDP 2), or torch's own object."
     )
-    auto_wrap_policy: Callable[..., Any] | str | None = shared(FsdpOptions, "fsdp_auto_wrap_policy", choices=())
+    auto_wrap_policy: Callable[..., Any] | str | None = shared(
+        FsdpOptions,
+        "fsdp_auto_wrap_policy",
+        choices=(),
+        help="Which modules are sharded on their own: a policy's name or a function.",
+    )
     cpu_offload: bool | fsdp.CPUOffload | fsdp.OffloadPolicy | None = shared(
-        FsdpOptions, "fsdp_offload_params", fallback=False
+        FsdpOptions,
+        "fsdp_offload_params",
+        fallback=False,
+        help="Keep weights on the CPU while they rest: a bool or torch's own object.",
     )
-    ignored_modules: Iterable[nn.Module] | str | None = shared(FsdpOptions, "fsdp_ignored_modules")
-    state_dict_type: str | int | fsdp.StateDictType | None = shared(FsdpOptions, "fsdp_state_dict_type", choices=())
+    ignored_modules: Iterable[nn.Module] | str | None = shared(
+        FsdpOptions,
+        "fsdp_ignored_modules",
+        help="Modules that are not sharded, or a pattern that their whole name matches.",
+    )
+    state_dict_type: str | int | fsdp.StateDictType | None = shared(
+        FsdpOptions,
+        "fsdp_state_dict_type",
+        choices=(),
+        help="Form of weights in checkpoints; full with FSDP 1, sharded with FSDP 2.",
+    )
     state_dict_config: fsdp.FullStateDictConfig | fsdp.ShardedStateDictConfig | None = knob(
-        help="Options of the form of weights in checkpoints."
+        help="Torch's options of that form; made to fit where not given."
     )
     optim_state_dict_config: fsdp.FullOptimStateDictConfig | fsdp.ShardedOptimStateDictConfig | None = knob(
-        help="Options of the form of optimizer states in checkpoints."
+        help="The same for the optimizer."
     )
-    limit_all_gathers: bool = knob(True, help="Hold no more than two gathered modules at a time.")
+    limit_all_gathers: bool = knob(True, help="Let FSDP 1 hold no more than two gathered modules at a time.")
     use_orig_params: bool | None = shared(FsdpOptions, "fsdp_use_orig_params", fallback=False)
-    param_init_fn: Callable[[nn.Module], None] | None = knob(help="Gives memory to a module that has none.")
-    sync_module_states: bool | None = shared(FsdpOptions, "fsdp_sync_module_states", fallback=False)
-    forward_prefetch: bool | None = shared(FsdpOptions, "fsdp_forward_prefetch", fallback=False)
+    param_init_fn: Callable[[nn.Module], None] | None = knob(
+        help="Gives memory to a module whose weights have none yet."
+    )
+    sync_module_states: bool | None = shared(
+        FsdpOptions,
+        "fsdp_sync_module_states",
+        fallback=False,
+        help="Let FSDP 1 send the weights of rank 0 to all at the start.",
+    )
+    forward_prefetch: bool | None = shared(
+        FsdpOptions,
+        "fsdp_forward_prefetch",
+        fallback=False,
+        help="Let FSDP 1 fetch the next weights during forward.",
+    )
     activation_checkpointing: bool = shared(FsdpOptions, "fsdp_activation_checkpointing", fallback=False)
     activation_checkpointing_offload: bool = shared(
-        FsdpOptions, "fsdp_activation_checkpointing_offload", fallback=False
+        FsdpOptions,
+        "fsdp_activation_checkpointing_offload",
+        fallback=False,
+        help="Keep the activations that remain on the CPU; FSDP 2 only.",
     )
-    cpu_ram_efficient_loading: bool = shared(FsdpOptions, "fsdp_cpu_ram_efficient_loading", fallback=False)
-    transformer_cls_names_to_wrap: list[str] | str | None = shared(FsdpOptions, "fsdp_transformer_layer_cls_to_wrap")
-    min_num_params: int | None = shared(FsdpOptions, "fsdp_min_num_params")
+    cpu_ram_efficient_loading: bool = shared(
+        FsdpOptions,
+        "fsdp_cpu_ram_efficient_loading",
+        fallback=False,
+        help="Let one process alone read the weights. A value given here is also set in the environment, where model "
+        "libraries look for it.",
+    )
+    transformer_cls_names_to_wrap: list[str] | str | None = shared(
+        FsdpOptions,
+        "fsdp_transformer_layer_cls_to_wrap",
+        help="Classes of layers that are sharded on their own, as a list or between commas.",
+    )
+    min_num_params: int | None = shared(
+        FsdpOptions,
+        "fsdp_min_num_params",
+        help='Size from which a module is sharded on its own, under `"SIZE_BASED_WRAP"`.',
+    )
 
     def __post_init__(self) -> None:
         # What the program says differs from what the launcher's variables say by default: only the first is judged.
@@ -192,7 +221,7 @@ class FullyShardedDataParallelPlugin(Settings):
                 f"fsdp_version={self.fsdp_version}. Set activation_checkpointing=True and fsdp_version=2."
             )
         if self._was_given("cpu_ram_efficient_loading"):
-            env.put("FSDP_CPU_RAM_EFFICIENT_LOADING", bool(self.cpu_ram_efficient_loading))
+            env.put(_RAM_EFFICIENT_LOADING, bool(self.cpu_ram_efficient_loading))
 
     def _normalise_wrapping(self) -> None:
         if isinstance(self.transformer_cls_names_to_wrap, str):
@@ -289,3 +318,16 @@ class FullyShardedDataParallelPlugin(Settings):
                 f"FullyShardedDataParallelPlugin({name}={value!r}) is not for FSDP {self.fsdp_version}. "
                 f"Write a torch.distributed.fsdp.{wanted.__name__}, or a plain value that is turned into one."
             )
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let only the main process read the weights; the others get them when FSDP shares them out."""
+    # Model libraries look for both variables, and the launcher sets the first only for its own runs.
+    if env.get("ACCELERATE_USE_FSDP") is None:
+        env.put("ACCELERATE_USE_FSDP", "True")
+    env.put(_RAM_EFFICIENT_LOADING, "True")
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let every process read the weights itself."""
+    env.put(_RAM_EFFICIENT_LOADING, "False")

@@ -9,7 +9,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 
 if TYPE_CHECKING:
-    from accelerate.config.sections.plugins_megatron import MegatronLMPlugin
+    from accelerate.config.plugins.megatron import MegatronLMPlugin
 
 Parser = Callable[["MegatronLMPlugin", Any, "Mapping[str, Any] | None"], None]
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
-from accelerate.config.knob import INTEGER, NUMBER, Codec, knob, or_auto, shared
-from accelerate.config.sections.deepspeed import DeepSpeedOptions
-from accelerate.config.sections.deepspeed_config import AUTO, HfDeepSpeedConfig
-from accelerate.config.sections.fp8 import FP8RecipeKwargs, MSAMPRecipeKwargs, OptLevel
-from accelerate.config.sections.fsdp_torch import get_module_class_from_name
-from accelerate.config.settings import Settings
+from accelerate.config.knob import INTEGER, NUMBER, TEXT, Codec, Settings, knob, or_auto, shared
+from accelerate.config.plugins.deepspeed_config import AUTO, HfDeepSpeedConfig
+from accelerate.config.plugins.fsdp_torch import get_module_class_from_name
+from accelerate.config.plugins.quantization import OptLevel
+from accelerate.config.sections.compute import Fp8Options
+from accelerate.config.sections.engines import DeepSpeedOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,44 +44,48 @@ class DeepSpeedPlugin(Settings):
     With a configuration, its values win over the options here, and its `"auto"` entries are filled from them.
     What is not given comes from the `ACCELERATE_DEEPSPEED_*` variables. DeepSpeed need not be installed.
 
-    Args:
-        hf_ds_config: DeepSpeed's configuration: a path, a dictionary, or an `HfDeepSpeedConfig`, which is kept as it is.
-        gradient_accumulation_steps: Batches per optimizer step; `"auto"` waits for the accelerator's.
-        gradient_clipping: Norm that gradients are clipped to; `"auto"` waits for `clip_grad_norm_`.
-        zero_stage: How much ZeRO shards, 0 to 3.
-        is_train_batch_min: Take the smallest batch size of the prepared loaders, else the largest.
-        offload_optimizer_device: Where optimizer states rest: none, cpu or nvme.
-        offload_param_device: Where weights rest: none, cpu or nvme.
-        offload_optimizer_nvme_path: Folder on an NVMe disk for optimizer states.
-        offload_param_nvme_path: Folder on an NVMe disk for weights.
-        zero3_init_flag: Build models in shards; by default with ZeRO 3, where alone it works.
-        zero3_save_16bit_model: Save whole weights in 16 bits, with ZeRO 3.
-        transformer_moe_cls_names: Classes of mixture-of-experts layers, between commas.
-        enable_msamp: Train in 8 bits with MS-AMP.
-        msamp_opt_level: How much of that training is kept in 8 bits.
-
     Raises:
         ConfigurationError: The configuration is unusable, or an option contradicts it.
     """
 
-    hf_ds_config: Any = shared(DeepSpeedOptions, "deepspeed_config_file")
-    gradient_accumulation_steps: int | str = shared(
-        DeepSpeedOptions, "gradient_accumulation_steps", codec=or_auto(INTEGER), fallback=AUTO
+    hf_ds_config: Any = shared(
+        DeepSpeedOptions,
+        "deepspeed_config_file",
+        help="DeepSpeed's configuration: a path, a dictionary, or an `HfDeepSpeedConfig`, which is kept as it is.",
     )
-    gradient_clipping: float | str = shared(DeepSpeedOptions, "gradient_clipping", codec=or_auto(NUMBER), fallback=AUTO)
+    gradient_accumulation_steps: int | str = shared(
+        DeepSpeedOptions,
+        "gradient_accumulation_steps",
+        codec=or_auto(INTEGER),
+        fallback=AUTO,
+        help='Batches per optimizer step; `"auto"` waits for the accelerator\'s.',
+    )
+    gradient_clipping: float | str = shared(
+        DeepSpeedOptions,
+        "gradient_clipping",
+        codec=or_auto(NUMBER),
+        fallback=AUTO,
+        help='Norm that gradients are clipped to; `"auto"` waits for `clip_grad_norm_`.',
+    )
     zero_stage: int = shared(DeepSpeedOptions, "zero_stage", fallback=2)
-    is_train_batch_min: bool = knob(True, help="Take the smallest batch size of the loaders, else the largest.")
+    is_train_batch_min: bool = knob(
+        True, help="Take the smallest batch size of the prepared loaders, else the largest."
+    )
     offload_optimizer_device: str = shared(DeepSpeedOptions, "offload_optimizer_device", fallback="none")
     offload_param_device: str = shared(DeepSpeedOptions, "offload_param_device", fallback="none")
     offload_optimizer_nvme_path: str = shared(DeepSpeedOptions, "offload_optimizer_nvme_path", fallback="none")
     offload_param_nvme_path: str = shared(DeepSpeedOptions, "offload_param_nvme_path", fallback="none")
-    zero3_init_flag: bool = shared(DeepSpeedOptions, "zero3_init_flag")
+    zero3_init_flag: bool = shared(
+        DeepSpeedOptions,
+        "zero3_init_flag",
+        help="Build models in shards; by default with ZeRO 3, where alone it works.",
+    )
     zero3_save_16bit_model: bool = shared(DeepSpeedOptions, "zero3_save_16bit_model", fallback=False)
     transformer_moe_cls_names: str | None = shared(DeepSpeedOptions, "deepspeed_moe_layer_cls_names")
     enable_msamp: bool = shared(
-        FP8RecipeKwargs, "backend", codec=_IS_MSAMP, choices=(), fallback=False, help="Train in 8 bits with MS-AMP."
+        Fp8Options, "fp8_backend", codec=_IS_MSAMP, choices=(), fallback=False, help="Train in 8 bits with MS-AMP."
     )
-    msamp_opt_level: OptLevel = shared(MSAMPRecipeKwargs, "opt_level", fallback="O1")
+    msamp_opt_level: OptLevel = shared(Fp8Options, "fp8_opt_level", codec=TEXT, fallback="O1")
 
     def normalise(self) -> None:
         """Build DeepSpeed's configuration, or fill the one given and take its values over."""
