@@ -12,6 +12,6 @@ __version__ = "2.0.0"
 
 # Asked of the variable alone, so that the usual import does not look for rich.
 if env.flag("ACCELERATE_ENABLE_RICH"):
-    from accelerate.config.availability import install_rich_traceback
+    from accelerate.runtime.availability import install_rich_traceback
 
     install_rich_traceback()

@@ -24,7 +24,6 @@ from accelerate.big_modeling import dispatch_model as dispatch_model
 from accelerate.big_modeling import init_empty_weights as init_empty_weights
 from accelerate.big_modeling import init_on_device as init_on_device
 from accelerate.big_modeling import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accelerate.config.availability import is_rich_available as is_rich_available
 from accelerate.config.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import AutocastKwargs as AutocastKwargs
@@ -38,6 +37,7 @@ from accelerate.inference import prepare_pippy as prepare_pippy
 from accelerate.launchers import debug_launcher as debug_launcher
 from accelerate.launchers import notebook_launcher as notebook_launcher
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
+from accelerate.runtime.availability import is_rich_available as is_rich_available
 from accelerate.state import PartialState as PartialState
 from accelerate.utils.memory import find_executable_batch_size as find_executable_batch_size
 from accelerate.utils.modeling import infer_auto_device_map as infer_auto_device_map

@@ -16,9 +16,8 @@ from accelerate import __version__
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.cli import spellings
-from accelerate.config.files import default_config_file, load_config_from_file
-from accelerate.config.files.locations import current_default_file
-from accelerate.config.files.reading import ConfigFileNotFoundError, read_config_file
+from accelerate.config.cluster_config import load_config_from_file
+from accelerate.config.files import ConfigFileNotFoundError, current_default_file, default_config_file, read_config_file
 from accelerate.devices.availability import (
     is_mlu_available,
     is_mps_available,

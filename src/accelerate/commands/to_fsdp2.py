@@ -12,8 +12,7 @@ from typing import Any
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.config.cli import spellings
-from accelerate.config.files.objects import place_to_write, write_text
-from accelerate.config.files.reading import load_text
+from accelerate.config.files import load_text, place_to_write, write_text
 
 __all__ = [
     "ARGUMENT_KEY_MAPPING",

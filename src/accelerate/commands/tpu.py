@@ -13,8 +13,8 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.cli import spellings
-from accelerate.config.files import ClusterConfig, default_config_file, load_config_from_file
-from accelerate.config.files.locations import current_default_file
+from accelerate.config.cluster_config import ClusterConfig, load_config_from_file
+from accelerate.config.files import current_default_file, default_config_file
 
 __all__ = ["default_config_file", "load_config_from_file", "main", "tpu_command_launcher", "tpu_command_parser"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate._base.enums import ComputeEnvironment, DistributedType
-from accelerate.config.files.objects import ClusterConfig
+from accelerate.config.cluster_config import ClusterConfig
 from accelerate.config.questions import ENGINE, KIND, implied
 from accelerate.config.sections.compute import Fp8Options
 from accelerate.config.sections.registry import LaunchOption, options

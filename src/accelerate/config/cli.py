@@ -108,7 +108,7 @@ def _reader(option: LaunchOption) -> Callable[[str], Any]:
 
 def _refusal(option: LaunchOption, text: str) -> str:
     # Only a refusal needs what reads files.
-    from accelerate.config.files.reading import nearest
+    from accelerate.config.files import nearest
 
     choices = [str(choice) for choice in option.knob.choices]
     meaning = f"one of {', '.join(choices)}" if choices else option.knob.codec.meaning

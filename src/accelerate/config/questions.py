@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.enums import DistributedType
-from accelerate.config.files.kinds import kind_of
+from accelerate.config.files import kind_of
 from accelerate.config.knob import TEXT, YES_NO, Codec, Condition, LaunchSection
 from accelerate.config.sections.compute import DynamoOptions, Fp8Options, ParallelismOptions
 from accelerate.config.sections.engines import DeepSpeedOptions, FsdpOptions, MegatronOptions

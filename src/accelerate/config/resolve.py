@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.conflicts import check
-from accelerate.config.files.locations import current_default_file
+from accelerate.config.files import current_default_file
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
 from accelerate.config.sections.registry import LaunchOption, options
 
 if TYPE_CHECKING:
-    from accelerate.config.files.reading import ConfigFile
+    from accelerate.config.files import ConfigFile
     from accelerate.devices.machine import Machine
 
 PARADIGMS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -78,7 +78,7 @@ def _find_file(flags: Mapping[str, Any]) -> ConfigFile | None:
         if flags.get("cpu") or not Path(path).is_file():
             return None
     # A launch without a file does not load what reads one.
-    from accelerate.config.files.reading import read_config_file
+    from accelerate.config.files import read_config_file
 
     return read_config_file(path)
 
@@ -112,7 +112,7 @@ def _checked(option: LaunchOption, value: Any) -> Any:
 
 def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mapping[str, Any]) -> list[str]:
     """Turn on what the file's kind of run stands for, unless a flag chose another kind."""
-    from accelerate.config.files.kinds import kind_of
+    from accelerate.config.files import kind_of
 
     origin = Origin(OptionSource.FILE, f"{file.path}: distributed_type")
     kind = kind_of(file.distributed_type)

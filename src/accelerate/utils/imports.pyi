@@ -44,9 +44,6 @@ from accelerate._base.imports import is_triton_available as is_triton_available
 from accelerate._base.imports import is_wandb_available as is_wandb_available
 from accelerate._base.imports import is_weights_only_available as is_weights_only_available
 from accelerate._base.imports import torchao_required as torchao_required
-from accelerate.config.availability import USE_TORCH_XLA as USE_TORCH_XLA
-from accelerate.config.availability import is_megatron_lm_available as is_megatron_lm_available
-from accelerate.config.availability import is_rich_available as is_rich_available
 from accelerate.devices.availability import is_cuda_available as is_cuda_available
 from accelerate.devices.availability import is_fp16_available as is_fp16_available
 from accelerate.devices.availability import is_habana_gaudi1 as is_habana_gaudi1
@@ -60,5 +57,8 @@ from accelerate.devices.availability import is_rocm_available as is_rocm_availab
 from accelerate.devices.availability import is_sdaa_available as is_sdaa_available
 from accelerate.devices.availability import is_xccl_available as is_xccl_available
 from accelerate.devices.availability import is_xpu_available as is_xpu_available
+from accelerate.runtime.availability import USE_TORCH_XLA as USE_TORCH_XLA
 from accelerate.runtime.availability import is_bf16_available as is_bf16_available
+from accelerate.runtime.availability import is_megatron_lm_available as is_megatron_lm_available
+from accelerate.runtime.availability import is_rich_available as is_rich_available
 from accelerate.runtime.availability import is_torch_xla_available as is_torch_xla_available

@@ -17,7 +17,7 @@ from accelerate.commands.to_fsdp2 import (
     convert_config_to_fsdp2,
     load_config,
 )
-from accelerate.config.files.reading import read_config_file
+from accelerate.config.files import read_config_file
 from accelerate.config.knob import knobs
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.sections.engines import FsdpOptions

@@ -8,8 +8,8 @@ from typing import Literal
 from accelerate._base.enums import ComputeEnvironment, DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
-from accelerate.config.files.locations import default_json_config_file
-from accelerate.config.files.objects import ClusterConfig, place_to_write
+from accelerate.config.cluster_config import ClusterConfig
+from accelerate.config.files import default_json_config_file, place_to_write
 from accelerate.config.sections.launch import PRECISIONS
 from accelerate.devices.machine import detect
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from accelerate.commands.config.terminal import hold
 from accelerate.config import env
 from accelerate.config.answers import cluster_config
-from accelerate.config.files.objects import ClusterConfig
+from accelerate.config.cluster_config import ClusterConfig
 from accelerate.config.questions import Interview, cluster_questions
 from accelerate.devices.machine import detect
 

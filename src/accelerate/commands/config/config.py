@@ -10,9 +10,8 @@ from typing import Any
 from accelerate._base.enums import ComputeEnvironment
 from accelerate._base.errors import AccelerateError
 from accelerate.config.cli import spellings
-from accelerate.config.files import ClusterConfig, SageMakerConfig
-from accelerate.config.files.locations import current_default_file
-from accelerate.config.files.objects import place_to_write
+from accelerate.config.cluster_config import ClusterConfig, SageMakerConfig
+from accelerate.config.files import current_default_file, place_to_write
 
 description = "Make the file of options that `accelerate launch` takes its defaults from."
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from accelerate.config.cluster_config import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.config.files import (
-    BaseConfig,
-    ClusterConfig,
-    SageMakerConfig,
     cache_dir,
     default_config_file,
     default_json_config_file,
     default_yaml_config_file,
     hf_cache_home,
-    load_config_from_file,
 )
 
 __all__ = [

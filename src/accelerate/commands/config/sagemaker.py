@@ -10,7 +10,7 @@ from accelerate._base.enums import ComputeEnvironment, SageMakerDistributedType
 from accelerate.commands.config.terminal import hold
 from accelerate.config import env
 from accelerate.config.answers import by_section
-from accelerate.config.files.objects import SageMakerConfig
+from accelerate.config.cluster_config import SageMakerConfig
 from accelerate.config.questions import Interview, Question, option_question
 from accelerate.config.sections.registry import options
 from accelerate.devices.machine import detect

@@ -14,7 +14,7 @@ from rich.text import Text
 from accelerate._base.errors import ConfigurationError
 from accelerate.commands.explain import wide_console
 from accelerate.config import env
-from accelerate.config.files import ClusterConfig, SageMakerConfig
+from accelerate.config.cluster_config import ClusterConfig, SageMakerConfig
 from accelerate.config.resolve import resolve
 from accelerate.devices.machine import detect
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from accelerate.commands.config.config_utils import SubcommandHelpFormatter
 from accelerate.config.cli import spellings
-from accelerate.config.files import default_config_file, load_config_from_file
+from accelerate.config.cluster_config import load_config_from_file
+from accelerate.config.files import default_config_file
 
 description = "Bring a file of options to the keys and defaults of this release."
 

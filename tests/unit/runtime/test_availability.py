@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from accelerate.config import env
-from accelerate.config.availability import is_megatron_lm_available, is_rich_available
+from accelerate.runtime.availability import is_megatron_lm_available, is_rich_available
 from accelerate.utils.fsdp_utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 
 

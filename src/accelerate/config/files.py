@@ -1,8 +1,7 @@
-"""Read and check a file of options: every key is known and every value has its type, or an error names the place."""
+"""Files of options: where they are, how older ones are migrated, how they are read, checked and written."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from typing import Any
 
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.files.migration import migrate
+from accelerate.config import env
 from accelerate.config.sections.registry import SECTIONS, LaunchOption, options
 
+_NAME = "default_config.yaml"
 _SAGEMAKER = ComputeEnvironment.AMAZON_SAGEMAKER.value
 # What a file says beside the options of a launch.
 _OWN_KEYS = ("compute_environment", "distributed_type")
@@ -33,10 +33,40 @@ SAGEMAKER_KEYS = (
     "additional_args",
 )
 _SAGEMAKER_OPTIONS = ("mixed_precision", "cpu", "debug", "num_machines", "gpu_ids", "enable_cpu_affinity")
+# Keys that did something once. They are read past, with a note.
+_GONE = {
+    "ipex_config": "Intel's extension is part of torch now",
+    "use_mps_device": "the accelerator of Apple is found by itself",
+    "use_xpu": "the accelerator of Intel is found by itself",
+    "fsdp_use_orig_param": "it was renamed and never read",
+}
+_GONE_IN = {"mpirun_config": {"mpirun_ccl": "oneCCL is part of torch's own backends now"}}
+_RENAMED_TYPES = {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU"}
+
+
+def _cache_home() -> Path:
+    return Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface").expanduser()
+
+
+def current_default_file() -> Path:
+    """Return the default file by the variables of this moment; the constants below are those of the import."""
+    return _cache_home() / "accelerate" / _NAME
+
+
+hf_cache_home: str = str(_cache_home())
+cache_dir: str = str(Path(hf_cache_home) / "accelerate")
+default_yaml_config_file: str = str(Path(cache_dir) / _NAME)
+# One file under both names: JSON is YAML.
+default_json_config_file: str = default_yaml_config_file
+default_config_file: str = default_yaml_config_file
 
 
 class ConfigFileNotFoundError(ConfigurationError, FileNotFoundError):
     """Report a file of options that is not there."""
+
+
+class ConfigFileWriteError(ConfigurationError, OSError):
+    """Report a file of options that cannot be written where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +103,76 @@ class ConfigFile:
         return self.data if self.data.get("compute_environment") == _SAGEMAKER else None
 
 
+@dataclass(frozen=True)
+class RunKind:
+    """What the `distributed_type` of a file stands for.
+
+    Args:
+        turns_on: The launch option that it stands for.
+        num_processes: How many processes it has where the file does not say; None leaves that open.
+    """
+
+    turns_on: str | None = "multi_gpu"
+    num_processes: int | None = None
+
+
+_KINDS: dict[str, RunKind] = {
+    DistributedType.NO.value: RunKind(turns_on=None, num_processes=1),
+    DistributedType.MULTI_CPU.value: RunKind("cpu"),
+    DistributedType.DEEPSPEED.value: RunKind("use_deepspeed"),
+    DistributedType.FSDP.value: RunKind("use_fsdp"),
+    DistributedType.MEGATRON_LM.value: RunKind("use_megatron_lm"),
+    DistributedType.XLA.value: RunKind("tpu"),
+}
+
+
+def kind_of(distributed_type: str) -> RunKind:
+    """Return what a `distributed_type` stands for: unless it is listed, a process for each of several accelerators."""
+    return _KINDS.get(distributed_type, RunKind())
+
+
+def _migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Turn a file of an earlier release, back to 0.11, into the words of today.
+
+    Returns:
+        A copy without empty values, and a note on each key that does nothing any more.
+    """
+    current = {key: _without_empty(value) for key, value in data.items() if value is not None}
+    # The first releases knew one half precision, as a yes or no.
+    if isinstance(current.get("fp16"), bool):
+        half = current.pop("fp16")
+        current.setdefault("mixed_precision", "fp16" if half else "no")
+    # The backend of torch.compile went into a section.
+    backend = current.pop("dynamo_backend", None)
+    if backend not in (None, False) and str(backend).upper() != "NO":
+        current.setdefault("dynamo_config", {}).setdefault("dynamo_backend", backend)
+    # Tensor parallelism was a kind of run, and became an axis.
+    section = current.pop("tp_config", None)
+    if isinstance(section, dict) and "tp_size" in section:
+        current.setdefault("parallelism_config", {}).setdefault("parallelism_config_tp_size", section["tp_size"])
+    kind = current.get("distributed_type")
+    if isinstance(kind, str):
+        current["distributed_type"] = _RENAMED_TYPES.get(kind, kind)
+    notes = [_gone(key, reason) for key, reason in _GONE.items() if current.pop(key, None) is not None]
+    for name, keys in _GONE_IN.items():
+        values = current.get(name)
+        if isinstance(values, dict):
+            notes += [_gone(f"{name}.{key}", why) for key, why in keys.items() if values.pop(key, None) is not None]
+    return current, tuple(notes)
+
+
+def _without_empty(value: Any) -> Any:
+    return {key: entry for key, entry in value.items() if entry is not None} if isinstance(value, dict) else value
+
+
+def _gone(key: str, reason: str) -> str:
+    return f"{key!r} does nothing any more ({reason}); it can be removed."
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a sentence with the known word that looks most like a wrong one, or nothing."""
+    import difflib  # here, because only an error needs it
+
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -191,7 +289,7 @@ def check(raw: Mapping[str, Any], path: str) -> ConfigFile:
     Raises:
         ConfigurationError: It holds an unknown key or a value of a wrong type.
     """
-    data, notes = migrate(dict(raw))
+    data, notes = _migrate(raw)
     place = f"The configuration file {path!r}"
     on_sagemaker = _check_kind(data, place)
     values: dict[str, FileValue] = {}
@@ -305,3 +403,43 @@ def _load(option: LaunchOption, value: Any, place: str, key: str) -> Any:
             f"{place} says {key}: {value!r}, which is not {meaning}.{hint or ' Correct the value.'}"
         ) from error
     return loaded
+
+
+def place_to_write(path: str | Path) -> Path:
+    """Return where a file of options goes.
+
+    Raises:
+        ConfigurationError: (also an `OSError`) it is a folder, or no path that this machine can have.
+    """
+    try:
+        place = Path(path).expanduser()
+        is_folder = place.is_dir()
+    except (OSError, RuntimeError) as error:  # the latter for the home of a user who does not exist
+        raise _unwritable(path, error) from error
+    if is_folder:
+        raise ConfigFileWriteError(
+            f"The configuration file {str(path)!r} is a folder, and options are written to a file. "
+            f"Write the path of a file, such as {str(place / 'config.yaml')!r}."
+        )
+    return place
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file of options, and the folders above it.
+
+    Raises:
+        ConfigurationError: (also an `OSError`) it cannot be written there.
+    """
+    place = place_to_write(path)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | Path, error: Exception) -> ConfigFileWriteError:
+    return ConfigFileWriteError(
+        f"The configuration file {str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}. Write the "
+        "path of a file in a folder that you may write to; the default one is under the folder that HF_HOME names."
+    )

@@ -16,19 +16,14 @@ from accelerate._base.constants import (
 )
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.files import locations
-from accelerate.config.files.kinds import kind_of
-from accelerate.config.files.reading import ConfigFile, check, load_text
+from accelerate.config import files
+from accelerate.config.files import ConfigFile, check, kind_of, load_text, write_text
 from accelerate.config.sections.registry import options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 C = TypeVar("C", bound="BaseConfig")
-
-
-class ConfigFileWriteError(ConfigurationError, OSError):
-    """Report a file of options that cannot be written where it was asked for."""
 
 
 @dataclass
@@ -67,7 +62,7 @@ class BaseConfig:
         Raises:
             ConfigurationError: It is missing, does not parse, or holds an unknown key or a wrong type.
         """
-        return _load(cls, json_file or locations.default_json_config_file)
+        return _load(cls, json_file or files.default_json_config_file)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | None = None) -> Self:
@@ -76,7 +71,7 @@ class BaseConfig:
         Raises:
             ConfigurationError: It is missing, does not parse, or holds an unknown key or a wrong type.
         """
-        return _load(cls, yaml_file or locations.default_yaml_config_file)
+        return _load(cls, yaml_file or files.default_yaml_config_file)
 
     def to_json_file(self, json_file: str | Path) -> None:
         """Write a JSON file.
@@ -158,7 +153,7 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | Sag
         ConfigurationError: It is missing (then also a `FileNotFoundError`), does not parse, or holds an unknown key or a
             wrong type.
     """
-    path = Path(config_file).expanduser() if config_file is not None else locations.current_default_file()
+    path = Path(config_file).expanduser() if config_file is not None else files.current_default_file()
     return from_checked(check(load_text(path), str(path)))
 
 
@@ -206,43 +201,3 @@ def _load(cls: type[C], path: str | Path) -> C:
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
-
-
-def place_to_write(path: str | Path) -> Path:
-    """Return where a file of options goes.
-
-    Raises:
-        ConfigurationError: (also an `OSError`) it is a folder, or no path that this machine can have.
-    """
-    try:
-        place = Path(path).expanduser()
-        is_folder = place.is_dir()
-    except (OSError, RuntimeError) as error:  # the latter for the home of a user who does not exist
-        raise _unwritable(path, error) from error
-    if is_folder:
-        raise ConfigFileWriteError(
-            f"The configuration file {str(path)!r} is a folder, and options are written to a file. "
-            f"Write the path of a file, such as {str(place / 'config.yaml')!r}."
-        )
-    return place
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file of options, and the folders above it.
-
-    Raises:
-        ConfigurationError: (also an `OSError`) it cannot be written there.
-    """
-    place = place_to_write(path)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: str | Path, error: Exception) -> ConfigFileWriteError:
-    return ConfigFileWriteError(
-        f"The configuration file {str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}. Write the "
-        "path of a file in a folder that you may write to; the default one is under the folder that HF_HOME names."
-    )
