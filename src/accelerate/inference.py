@@ -6,13 +6,20 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives import communicator
 from accelerate.offload.places import Place
-from accelerate.parallel.pipeline import cuts
-from accelerate.parallel.pipeline.run import Pipeline, find_batch_size
+from accelerate.offload.sizes import (
+    as_class_names,
+    compute_module_sizes,
+    convert_file_size_to_int,
+    is_splittable,
+    parts_of,
+)
+from accelerate.parallel.pipeline_inference import Pipeline, find_batch_size
 from accelerate.runtime import current
 
 __all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
@@ -34,9 +41,61 @@ def generate_device_map(
     """
     if num_processes == 1:
         return {"": 0}
-    if max_memory is not None:
-        return cuts.limited_device_map(model, max_memory, no_split_module_classes)
-    return cuts.even_device_map(model, num_processes, no_split_module_classes)
+    pieces = _pieces(model, no_split_module_classes)
+    if max_memory is None:
+        limits = [_smallest_limit(pieces, num_processes)] * num_processes
+    else:
+        limits = [convert_file_size_to_int(max_memory[stage]) for stage in sorted(max_memory)]
+    packed = _pack(pieces, limits)
+    outside = [name for name, stage in packed.items() if stage >= len(limits)]
+    if outside and max_memory is not None:
+        raise ConfigurationError(
+            f"max_memory={dict(max_memory)!r} has no room for {outside!r} of {type(model).__name__}, in the order of the "
+            "model. Give more memory, more processes, or fewer classes in no_split_module_classes."
+        )
+    return dict(packed)
+
+
+def _pieces(model: nn.Module, no_split_module_classes: str | Iterable[str] | None) -> list[tuple[str, int]]:
+    """Return name and bytes of all that is not cut, in order; blocks that Transformers names for its models stay whole."""
+    no_split = as_class_names(no_split_module_classes or getattr(model, "_no_split_modules", None))
+    sizes = compute_module_sizes(model)
+    found: list[tuple[str, int]] = []
+
+    def visit(name: str, part: nn.Module | torch.Tensor) -> None:
+        if is_splittable(part, no_split):
+            for key, inner in parts_of(part, name):
+                visit(key, inner)
+        else:
+            found.append((name, sizes.get(name, 0)))
+
+    for name, part in parts_of(model):
+        visit(name, part)
+    return found
+
+
+def _smallest_limit(pieces: Sequence[tuple[str, int]], num_stages: int) -> int:
+    """Return the bytes of the largest stage when it is as small as it can be."""
+    low, high = max((size for _, size in pieces), default=0), sum(size for _, size in pieces)
+    while low < high:
+        limit = (low + high) // 2
+        if max(_pack(pieces, [limit] * num_stages).values()) < num_stages:
+            high = limit
+        else:
+            low = limit + 1
+    return high
+
+
+def _pack(pieces: Sequence[tuple[str, int]], limits: Sequence[int]) -> dict[str, int]:
+    """Return the stage of each piece, filling one stage after the other; one past the last if it fits nowhere."""
+    packed: dict[str, int] = {}
+    stage, used = 0, 0
+    for name, size in pieces:
+        while stage < len(limits) and used + size > limits[stage]:
+            stage, used = stage + 1, 0
+        packed[name] = stage
+        used += size
+    return packed
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
@@ -63,7 +122,7 @@ def build_pipeline(
     """
     stage = Pipeline(model, model.forward, list(split_points), num_chunks)
     if args or kwargs:
-        stage.learn(args or (), dict(kwargs or {}))
+        stage.trace_example(args or (), dict(kwargs or {}))
     return stage
 
 
@@ -119,7 +178,7 @@ def prepare_pippy(
     chunks = num_stages if num_chunks is None else num_chunks
     if chunks < 1:
         raise ConfigurationError(f"num_chunks={num_chunks!r} leaves nothing to send. Give 1 chunk or more.")
-    points = _points(model, split_points, no_split_module_classes, num_stages)
+    points = _split_points(model, split_points, no_split_module_classes, num_stages)
     marked: Any = model  # to a type checker, a module holds tensors and modules alone
     marked.hf_split_points = points
     marked._original_forward, marked._original_call = model.forward, model.__call__
@@ -136,13 +195,36 @@ def prepare_pippy(
     return model
 
 
-def _points(
+def _split_points(
     model: nn.Module,
     split_points: str | Sequence[str] | None,
     no_split: str | Iterable[str] | None,
     num_stages: int,
 ) -> list[str]:
+    """Return the module that each stage but the first starts with, as given or such that stages are even."""
+    modules = {name for name, _ in model.named_modules()}
     if split_points == "auto" or split_points is None:
-        return cuts.split_points(model, generate_device_map(model, num_stages, no_split), num_stages)
-    names = [split_points] if isinstance(split_points, str) else split_points
-    return cuts.check_points(model, names, num_stages)
+        firsts: dict[Place, str] = {}
+        for name, stage in generate_device_map(model, num_stages, no_split).items():
+            if name in modules:  # a tensor by itself has no forward pass to cut before
+                firsts.setdefault(stage, name)
+        points = [firsts[stage] for stage in range(1, num_stages) if stage in firsts]
+        if len(points) < num_stages - 1:
+            raise ConfigurationError(
+                f"{type(model).__name__} cannot be cut into {num_stages} stages: with the blocks that stay whole it "
+                f"gives {len(points) + 1}. Start fewer processes, or name fewer classes in no_split_module_classes."
+            )
+        return points
+    names = [split_points] if isinstance(split_points, str) else list(split_points)
+    unknown = [name for name in names if name not in modules or not name]
+    if unknown:
+        raise ConfigurationError(
+            f"split_points={names!r} names {unknown!r}, which {type(model).__name__} has no modules for. "
+            "Write names that `model.named_modules()` gives."
+        )
+    if len(names) != num_stages - 1:
+        raise ConfigurationError(
+            f"split_points={names!r} cuts the model into {len(names) + 1} stages, and there are {num_stages} "
+            f"processes, which run one each. Give {num_stages - 1} names, or start {len(names) + 1} processes."
+        )
+    return names

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Self
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives import communicator
-from accelerate.strategies.base import Strategy
 
-
-class ReplicaTrainer(Protocol):
-    """What local SGD asks of an `Accelerator`."""
-
-    strategy: Strategy
-
-    @property
-    def use_distributed(self) -> bool:
-        """Return whether there are several processes."""
-        ...
-
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Return a context without exchange of gradients."""
-        ...
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
 
 
 class LocalSGD:
@@ -55,7 +42,7 @@ class LocalSGD:
     """
 
     def __init__(
-        self, accelerator: ReplicaTrainer, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+        self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if accelerator.use_distributed and enabled and not accelerator.strategy.caps.replicates:
             raise ConfigurationError(

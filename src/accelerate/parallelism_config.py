@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.config.plugins.parallelism import (
@@ -19,13 +20,15 @@ from accelerate.parallel.mesh import build_mesh, submesh
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp", "pp")
+_DATA_AXES = (MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD)
+# Those that spread one share of the data, innermost first.
+_MODEL_AXES = tuple(axis for axis in reversed(MeshAxis) if axis not in _DATA_AXES)
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 _HANDLERS = {
-    "tp": TorchTensorParallelConfig,
-    "cp": TorchContextParallelConfig,
-    "sp": DeepSpeedSequenceParallelConfig,
-    "pp": TorchPipelineParallelConfig,
+    MeshAxis.TP: TorchTensorParallelConfig,
+    MeshAxis.CP: TorchContextParallelConfig,
+    MeshAxis.SP: DeepSpeedSequenceParallelConfig,
+    MeshAxis.PP: TorchPipelineParallelConfig,
 }
 _PREFIX = "PARALLELISM_CONFIG_"
 
@@ -71,7 +74,7 @@ class ParallelismConfig:
     """The mesh, None until it is made; set on the object then, and no field, because it is no setting."""
 
     def __post_init__(self) -> None:
-        for axis in _AXES:
+        for axis in MeshAxis:
             name = f"{axis}_size"
             size, origin = getattr(self, name), ""
             if size is None:
@@ -114,87 +117,87 @@ class ParallelismConfig:
         """Return the sizes that the launcher asks for, None if it does not."""
         return cls() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
 
-    def _size(self, axis: str) -> int:
+    def _size(self, axis: MeshAxis) -> int:
         size: int = getattr(self, f"{axis}_size")
         return size
 
-    def _enabled(self, *axes: str) -> list[str]:
-        return [axis for axis in axes if self._size(axis) > 1]
+    def _enabled(self, *axes: MeshAxis) -> list[str]:
+        return [axis.value for axis in axes if self._size(axis) > 1]
 
     @property
     def dp_replicate_enabled(self) -> bool:
         """Return whether there are replicas."""
-        return self._size("dp_replicate") > 1
+        return self._size(MeshAxis.DP_REPLICATE) > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
         """Return whether weights are sharded."""
-        return self._size("dp_shard") > 1
+        return self._size(MeshAxis.DP_SHARD) > 1
 
     @property
     def tp_enabled(self) -> bool:
         """Return whether layers are split."""
-        return self._size("tp") > 1
+        return self._size(MeshAxis.TP) > 1
 
     @property
     def cp_enabled(self) -> bool:
         """Return whether sequences are split by context parallelism."""
-        return self._size("cp") > 1
+        return self._size(MeshAxis.CP) > 1
 
     @property
     def sp_enabled(self) -> bool:
         """Return whether sequences are split by sequence parallelism."""
-        return self._size("sp") > 1
+        return self._size(MeshAxis.SP) > 1
 
     @property
     def pp_enabled(self) -> bool:
         """Return whether the model is spread in stages."""
-        return self._size("pp") > 1
+        return self._size(MeshAxis.PP) > 1
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the number of ranks along each axis, by its name."""
-        return {axis: self._size(axis) for axis in _AXES}
+        """Return the number of ranks along each axis, by its name, outermost first."""
+        return {axis.value: self._size(axis) for axis in MeshAxis}
 
     @property
     def total_size(self) -> int:
         """Return the number of processes that the sizes call for."""
-        return prod(self._size(axis) for axis in _AXES)
+        return prod(self._size(axis) for axis in MeshAxis)
 
     @property
     def data_parallel_size(self) -> int:
         """Return how many shares of the data there are."""
-        return self._size("dp_replicate") * self._size("dp_shard")
+        return prod(self._size(axis) for axis in _DATA_AXES)
 
     @property
     def non_data_parallel_size(self) -> int:
         """Return how many ranks work on one share of the data."""
-        return prod(self._size(axis) for axis in ("tp", "cp", "sp", "pp"))
+        return prod(self._size(axis) for axis in _MODEL_AXES)
 
     @property
     def dp_dim_names(self) -> list[str]:
         """Return the axes in use that spread data."""
-        return self._enabled("dp_replicate", "dp_shard")
+        return self._enabled(*_DATA_AXES)
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Return the axes in use that spread one share of the data."""
-        return self._enabled("tp", "cp", "sp", "pp")
+        """Return the axes in use that spread one share of the data, innermost first."""
+        return self._enabled(*_MODEL_AXES)
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Return the axes in use over which weights are sharded."""
-        return self._enabled("dp_shard", "cp")
+        return self._enabled(MeshAxis.DP_SHARD, MeshAxis.CP)
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Return the axes in use over which a loss is averaged."""
-        return self._enabled("dp_replicate", "dp_shard", "cp")
+        return self._enabled(*_DATA_AXES, MeshAxis.CP)
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """Return the axes of the mesh that sharded data parallelism works on."""
-        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+        return [*self._enabled(MeshAxis.DP_REPLICATE), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -213,19 +216,19 @@ class ParallelismConfig:
         if self.total_size != world_size:
             given = ", ".join(f"{axis}_size={size}" for axis, size in self.sizes.items() if size > 1)
             fitting = self._fitting(world_size)
-            advice = f"These would fit: {'; '.join(fitting)}" if fitting else f"Their product must be {world_size}"
+            remedy = f"These would fit: {'; '.join(fitting)}" if fitting else f"Their product must be {world_size}"
             raise ConfigurationError(
-                f"ParallelismConfig({given}) calls for {self.total_size} processes, but there are {world_size}. {advice}."
+                f"ParallelismConfig({given}) calls for {self.total_size} processes, but there are {world_size}. {remedy}."
             )
 
     def _fitting(self, world_size: int) -> list[str]:
         """Return the layouts that fill the processes and differ from this one in one size only."""
         found = []
-        for axis in _AXES:
+        for axis in (*_DATA_AXES, *_MODEL_AXES):
             size, rest = divmod(world_size, self.total_size // self._size(axis))
-            takes = size > 0 and not rest and axis != "sp" and not (axis == "cp" and self.sp_enabled)
-            if takes:
-                changed = {**self.sizes, axis: size}
+            is_free = axis is not MeshAxis.SP and not (axis is MeshAxis.CP and self.sp_enabled)
+            if is_free and size > 0 and not rest:
+                changed = {**self.sizes, axis.value: size}
                 found.append(", ".join(f"{name}_size={count}" for name, count in changed.items() if count > 1))
         return [layout or "no axis at all" for layout in dict.fromkeys(found)]
 

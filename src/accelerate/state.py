@@ -21,7 +21,7 @@ from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.process_control import do_nothing
 from accelerate.runtime.start import start
 from accelerate.strategies import registry as strategies
-from accelerate.strategies.request import EngineRequest
+from accelerate.strategies.base import EngineRequest
 
 __all__ = [
     "AcceleratorState",

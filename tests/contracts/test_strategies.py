@@ -17,12 +17,11 @@ from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
 from accelerate.config.plugins.training import TorchDynamoPlugin
-from accelerate.precision import registry as precisions
-from accelerate.precision.base import Precision
+from accelerate.precision import formats as precisions
+from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.strategies import registry as strategies
-from accelerate.strategies.base import Capabilities, Strategy, StrategyContext
-from accelerate.strategies.request import EngineRequest
+from accelerate.strategies.base import Capabilities, EngineRequest, Strategy, StrategyContext
 from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, TorchTensorParallelConfig
 
 pytestmark = pytest.mark.multiprocess

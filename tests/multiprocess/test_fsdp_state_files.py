@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
-from accelerate.strategies.fsdp.state_files import (
+from accelerate.strategies.fsdp.public import (
     load_fsdp_model,
     load_fsdp_optimizer,
     save_fsdp_model,

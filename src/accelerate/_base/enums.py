@@ -32,6 +32,20 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
         return [str(member) for member in cls]
 
 
+class MeshAxis(str, BaseEnum):
+    """Name the axes of a mesh of ranks, outermost first.
+
+    Neighbouring ranks share the innermost axes, which communicate most.
+    """
+
+    PP = "pp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    CP = "cp"
+    SP = "sp"
+    TP = "tp"
+
+
 class DistributedType(str, Enum):
     """Name the regime of a run for programs that ask for it.
 

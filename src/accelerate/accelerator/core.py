@@ -30,13 +30,12 @@ from accelerate.config.plugins.training import (
     TorchDynamoPlugin,
 )
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision import registry as precisions
+from accelerate.precision import formats as precisions
 from accelerate.runtime import current, process_control, process_group
 from accelerate.runtime.gradient_clock import GradientState, Progress
 from accelerate.state import AcceleratorState, ProcessControl, resolve_precision
 from accelerate.strategies import registry as strategies
-from accelerate.strategies.base import StrategyContext
-from accelerate.strategies.request import EngineRequest
+from accelerate.strategies.base import EngineRequest, StrategyContext
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

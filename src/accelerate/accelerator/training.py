@@ -19,7 +19,7 @@ from accelerate.accelerator.window import AccumulationWindow
 from accelerate.collectives import communicator
 from accelerate.config.plugins.training import AutocastKwargs, ProfileKwargs
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.precision.base import Precision
+from accelerate.precision.formats import Precision
 from accelerate.runtime import current, debugger
 from accelerate.runtime.gradient_clock import GradientState, Progress
 from accelerate.runtime.torch_private import is_unscaled, rearm_reducer

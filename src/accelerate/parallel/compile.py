@@ -1,15 +1,16 @@
-"""Compile a whole model, or block by block where a model repeats one block many times."""
+"""Steps on the blocks of a model: compile them, and compute their activations again in the backward pass."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 
-_ORIGINAL = "_orig_mod"
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+"""The name of a block inside of the wrapper that computes its activations again."""
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
@@ -66,7 +67,7 @@ def _with_compiled_blocks(module: torch.nn.Module, compile_kwargs: dict[str, Any
         rebound = _rebind(value, module, twin)
         if rebound is not value:
             twin.__dict__[name] = rebound
-    twin.__dict__[_ORIGINAL] = module
+    twin.__dict__["_orig_mod"] = module
     return twin
 
 
@@ -95,7 +96,7 @@ def _rebind(value: Any, old: object, new: object) -> Any:
 
 def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) -> None:
     """Compile the repeated blocks of a model one by one in place, for engines that hold on to the model itself."""
-    for blocks in list(_repeated(module)):
+    for blocks in [child for child in module.modules() if is_repeated_blocks(child)]:
         for block in blocks.children():
             block.compile(**compile_kwargs)
 
@@ -106,5 +107,30 @@ def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> tor
     return module
 
 
-def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return (child for child in module.modules() if is_repeated_blocks(child))
+def inner_block(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the block inside a checkpoint wrapper; another module comes back as it is."""
+    # Children are read from the dictionary: the wrapper passes unknown names on to the block.
+    while CHECKPOINT_WRAPPER in module._modules:
+        module = module.get_submodule(CHECKPOINT_WRAPPER)
+    return module
+
+
+def checkpoint_blocks(model: torch.nn.Module, names: Iterable[str], *, offload: bool = False) -> torch.nn.Module:
+    """Wrap blocks so that their activations are not kept; returns the same model.
+
+    Names in state dicts do not change. A block that is wrapped already stays as it is.
+
+    Args:
+        names: Dotted names of the blocks.
+        offload: Keep what enters a block on the CPU until the backward pass.
+    """
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
+    for name in names:
+        block = model.get_submodule(name)
+        if block is not inner_block(block):
+            continue
+        wrapped = checkpoint_wrapper(block)
+        parent, _, child = name.rpartition(".")
+        setattr(inner_block(model.get_submodule(parent)), child, offload_wrapper(wrapped) if offload else wrapped)
+    return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,24 +42,17 @@ def split_sequences(
     """
     kept = {id(buffer) for buffer in no_restore}
     _check(buffers, dims, kept, mesh.size())
-    with ExitStack() as stack:
-        if mesh.device_type == "cpu":
-            stack.enter_context(_cut(mesh, buffers, dims, kept))
-            stack.enter_context(GatheredAttention(mesh.get_group()))
-        else:
-            stack.enter_context(_of_torch(mesh, buffers, dims, kept, exchange))
-        yield
-
-
-def _of_torch(
-    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[int], exchange: str
-) -> Any:
-    """Return torch's own context, whose attention has rules for accelerators only (2.9 to 2.13)."""
+    if mesh.device_type == "cpu":
+        with _cut(mesh, buffers, dims, kept), GatheredAttention(mesh.get_group()):
+            yield
+        return
+    # torch's own context, whose attention has rules for accelerators only (2.9 to 2.13).
     from torch.distributed.tensor.experimental import context_parallel
 
     set_context_rotation(exchange)
     left = {buffer for buffer in buffers if id(buffer) in kept}
-    return context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=left)
+    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=left):
+        yield
 
 
 def _check(buffers: Sequence[torch.Tensor], dims: Sequence[int], kept: set[int], size: int) -> None:
@@ -93,8 +86,7 @@ def _cut(mesh: DeviceMesh, buffers: Sequence[torch.Tensor], dims: Sequence[int],
     whole = [(buffer, buffer.detach().clone()) for buffer in buffers if id(buffer) not in kept]
     with torch.no_grad():
         for buffer, dim in zip(buffers, dims, strict=True):
-            part = buffer.chunk(size, dim)[rank].clone()
-            _overwrite(buffer, part)
+            _overwrite(buffer, buffer.chunk(size, dim)[rank].clone())
     try:
         yield
     finally:
@@ -168,16 +160,14 @@ class GatheredAttention(TorchFunctionMode):
         **options: Any,
     ) -> torch.Tensor:
         key, value = (_gather(part, -2, self.group) for part in (key, value))
+        rows, columns = query.shape[-2], key.shape[-2]
         if attn_mask is not None:
-            attn_mask = self._whole_mask(attn_mask, query.shape[-2], key.shape[-2])
+            attn_mask = self._whole_mask(attn_mask, rows, columns)
         if is_causal:
-            attn_mask = self._causal_mask(query, key.shape[-2])
+            # Each of this rank's positions may look at itself and at those before it in the whole sequence.
+            own = torch.arange(rows, device=query.device) + self.group.rank() * rows
+            attn_mask = own[:, None] >= torch.arange(columns, device=query.device)
         return _attention(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **options)
-
-    def _causal_mask(self, query: torch.Tensor, positions: int) -> torch.Tensor:
-        """Return which positions of the whole sequence each of this rank's may look at: its own and those before."""
-        own = torch.arange(query.shape[-2], device=query.device) + self.group.rank() * query.shape[-2]
-        return own[:, None] >= torch.arange(positions, device=query.device)
 
     def _whole_mask(self, mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         if mask.shape[-1] == columns:

@@ -1,20 +1,19 @@
-"""The mesh of ranks: its axes, their order, and the axes that are joined out of others."""
+"""The mesh of ranks: its groups along each axis, and what each rank does in it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from accelerate._base.enums import MeshAxis
 from accelerate.runtime.torch_private import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-# Outermost first: neighbouring ranks share the axis that communicates most.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 def build_mesh(device_type: str, sizes: Mapping[str, int], joined: Mapping[str, Sequence[str]]) -> DeviceMesh | None:
@@ -26,7 +25,7 @@ def build_mesh(device_type: str, sizes: Mapping[str, int], joined: Mapping[str, 
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    axes = tuple(axis for axis in AXES if sizes.get(axis, 1) > 1)
+    axes = tuple(axis.value for axis in MeshAxis if sizes.get(axis, 1) > 1)
     if not axes:
         return None
     mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
@@ -45,7 +44,7 @@ def submesh(mesh: DeviceMesh, *names: str) -> DeviceMesh:
 
 
 def has_axis(mesh: DeviceMesh | None, axis: str) -> bool:
-    """Say whether a mesh has an axis; one of a single rank has none."""
+    """Return whether a mesh has an axis; one of a single rank has none."""
     return mesh is not None and axis in (mesh.mesh_dim_names or ())
 
 
@@ -61,6 +60,34 @@ def axis_group(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
 
 def averaging_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """Return the ranks over which gradients are averaged: replicas, and parts of a sequence; None for one rank."""
-    if mesh is None or not any(has_axis(mesh, axis) for axis in ("dp_replicate", "dp_shard", "cp")):
+    averaged = (MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD, MeshAxis.CP)
+    if mesh is None or not any(has_axis(mesh, axis) for axis in averaged):
         return None
     return submesh(mesh, "dp_cp").get_group()
+
+
+@dataclass(frozen=True)
+class GradientShare:
+    """Which gradients a process sums up before they are exchanged.
+
+    Args:
+        index: Which share of the data they are of; processes that work on a layer together have the same.
+        count: The shares that are averaged.
+        stage: Which layers they are of.
+        stages: The parts into which the layers are divided.
+    """
+
+    index: int
+    count: int
+    stage: int = 0
+    stages: int = 1
+
+
+def gradient_share(rank: int, world_size: int, sizes: Mapping[str, int]) -> GradientShare:
+    """Return the share of a process; `sizes` are those of the axes of the mesh, none without one."""
+    if not sizes:
+        return GradientShare(rank, world_size)
+    stages, tensor = sizes.get(MeshAxis.PP, 1), sizes.get(MeshAxis.TP, 1)
+    # Outermost are the stages, innermost the ranks of one layer; what is between has data of its own.
+    count = world_size // (stages * tensor)
+    return GradientShare(rank // tensor % count, count, rank * stages // world_size, stages)

@@ -1,16 +1,17 @@
-"""Tensor parallelism: split the layers of a model over the ranks of a mesh, by a plan."""
+"""Tensor parallelism: layers of a model split over the ranks of a mesh, by a plan."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.parallel.describe import get_model_tp_size, model_has_dtensor
+from accelerate.offload.ties import find_tied_parameters
+from accelerate.parallel.mesh import has_axis
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,42 @@ if TYPE_CHECKING:
 
 # What Transformers calls a module that stays whole.
 _WHOLE = frozenset({"replicate", "replicated"})
+
+
+def model_has_dtensor(model: torch.nn.Module) -> bool:
+    """Say whether a parameter of the model is spread over processes as a DTensor."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: torch.nn.Module) -> int | None:
+    """Return over how many processes the model's layers are split, or None for a model that says nothing of it."""
+    direct = getattr(model, "tp_size", None)
+    if direct is not None:
+        return int(direct)
+    described = getattr(getattr(model, "config", None), "distributed_config", None)
+    size = described.get("tp_size") if isinstance(described, dict) else getattr(described, "tp_size", None)
+    return None if size is None else int(size)
+
+
+def tensor_parallel_step(
+    mesh: DeviceMesh | None, plan: Mapping[str, Any] | None = None
+) -> Callable[[torch.nn.Module], torch.nn.Module] | None:
+    """Return the step that splits layers over the axis "tp"; None where that axis is not in use.
+
+    It stands before activation checkpointing, compilation and sharding: each of those acts on what it makes.
+    """
+    if mesh is None or not has_axis(mesh, MeshAxis.TP):
+        return None
+    axis = mesh[MeshAxis.TP.value]
+
+    def split_over_ranks(model: torch.nn.Module) -> torch.nn.Module:
+        return split_layers(model, axis, plan)
+
+    return split_over_ranks
 
 
 def split_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any] | None = None) -> torch.nn.Module:
@@ -32,12 +69,18 @@ def split_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
         ConfigurationError: If there is no plan, or it cannot be applied to this model; nothing has been changed then.
     """
     if model_has_dtensor(model):
-        _check_loaded(model, mesh)
+        size = get_model_tp_size(model)
+        if size is not None and size != mesh.size():
+            raise ConfigurationError(
+                f"{type(model).__name__} was loaded over tp_size={size} ranks, but the run has tp_size={mesh.size()}. "
+                f"Write ParallelismConfig(tp_size={size}, ...), or load the model for {mesh.size()} ranks."
+            )
         return model
     styles = _styles_of(model, plan if plan is not None else plan_of(model))
-    ties = _ties(model)
-    styles = _with_tied_embeddings(model, styles, ties)
-    _check_divisible(model, styles, mesh.size())
+    ties = find_tied_parameters(model)
+    _split_tied_embeddings(model, styles, ties)
+    if styles:
+        _check_heads(model, mesh.size())
     from torch.distributed.tensor.parallel import parallelize_module
 
     for name, style in styles.items():
@@ -61,15 +104,6 @@ def plan_of(model: torch.nn.Module) -> dict[str, Any]:
             "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan=...)), or set tp_size=1."
         )
     return dict(plan)
-
-
-def _check_loaded(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    size = get_model_tp_size(model)
-    if size is not None and size != mesh.size():
-        raise ConfigurationError(
-            f"{type(model).__name__} was loaded over tp_size={size} ranks, but the run has tp_size={mesh.size()}. "
-            f"Write ParallelismConfig(tp_size={size}, ...), or load the model for {mesh.size()} ranks."
-        )
 
 
 def _style_table() -> dict[str, Callable[[], ParallelStyle]]:
@@ -119,17 +153,7 @@ def _styles_of(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, Par
     return found
 
 
-def _ties(model: torch.nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has more than one."""
-    names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [entry for entry in names.values() if len(entry) > 1]
-
-
-def _with_tied_embeddings(
-    model: torch.nn.Module, styles: dict[str, ParallelStyle], ties: list[list[str]]
-) -> dict[str, ParallelStyle]:
+def _split_tied_embeddings(model: torch.nn.Module, styles: dict[str, ParallelStyle], ties: list[list[str]]) -> None:
     """Split an embedding in the same way as the output layer whose weight it shares."""
     for names in ties:
         owners = [name.rpartition(".")[0] for name in names]
@@ -143,15 +167,14 @@ def _with_tied_embeddings(
                     f"Add {owner!r} to the plan, or take the others out of it."
                 )
             styles[owner] = _style_table()["embedding_rowwise"]()
-    return styles
 
 
-def _check_divisible(model: torch.nn.Module, styles: dict[str, ParallelStyle], size: int) -> None:
+def _check_heads(model: torch.nn.Module, size: int) -> None:
     """Refuse a number of heads that cannot be shared evenly, before layers compute with parts of heads."""
     config = getattr(model, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
-        if styles and isinstance(heads, int) and heads % size:
+        if isinstance(heads, int) and heads % size:
             raise ConfigurationError(
                 f"{type(model).__name__} has {name}={heads}, which cannot be shared evenly by tp_size={size} ranks. "
                 f"Choose a tp_size that divides {heads}."

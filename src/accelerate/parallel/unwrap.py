@@ -1,31 +1,24 @@
-"""Find the user's model inside the wrappers of engines and compilers."""
+"""The user's model inside the wrappers of engines and compilers, and its structure."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, overload
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate.parallel.compile import has_compiled_regions, is_compiled_module
+from accelerate._base.imports import is_peft_available, require
+from accelerate.parallel.compile import CHECKPOINT_WRAPPER, has_compiled_regions, is_compiled_module
 
-_WRAPPERS: tuple[type[torch.nn.Module], ...] = (DistributedDataParallel, DataParallel)
+NamedModule = tuple[str, torch.nn.Module]
 
-
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
-"""The name of a block inside of the wrapper that computes its activations again."""
 _WRAPPER_NAMES = ("_fsdp_wrapped_module", CHECKPOINT_WRAPPER, "_orig_mod")
 
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter in the user's model, without the wrappers around its modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
-
-
-def _wrapper_types() -> tuple[type[torch.nn.Module], ...]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return (*_WRAPPERS, FullyShardedDataParallel)
 
 
 def extract_model_from_parallel(
@@ -42,13 +35,14 @@ def extract_model_from_parallel(
         keep_torch_compile: Keep a compiled shell around the result; False takes it off too.
         recursive: Unwrap the children as well.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     shell: torch.nn.Module | None = None
     if is_compiled_module(model):
-        shell, model = model, _inner(model)
-    regions = has_compiled_regions(model)
-    if regions and not keep_torch_compile and "_orig_mod" in model.__dict__:
+        shell, model = model, model.get_submodule("_orig_mod")
+    if has_compiled_regions(model) and not keep_torch_compile and "_orig_mod" in model.__dict__:
         model = model.__dict__["_orig_mod"]
-    wrappers = _wrapper_types()
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
     while isinstance(model, wrappers) or _is_engine(model):
         model = model.get_submodule("module")
         if not keep_torch_compile and "_orig_mod" in model.__dict__:
@@ -63,12 +57,7 @@ def extract_model_from_parallel(
     if shell is None or not keep_torch_compile:
         return model
     # A new shell around the inner model: the one that is being trained keeps its wrappers.
-    return shell if _inner(shell) is model else type(shell)(model, shell.dynamo_ctx)
-
-
-def _inner(shell: torch.nn.Module) -> torch.nn.Module:
-    inner: torch.nn.Module = shell.get_submodule("_orig_mod")
-    return inner
+    return shell if shell.get_submodule("_orig_mod") is model else type(shell)(model, shell.dynamo_ctx)
 
 
 def _is_engine(model: Any) -> bool:
@@ -99,3 +88,35 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     plain: torch.optim.Optimizer = optimizer
     return plain
+
+
+def is_peft_model(model: torch.nn.Module) -> bool:
+    """Say whether a model, below what wraps it, has adapters of peft."""
+    if not is_peft_available():
+        return False
+    peft = require("peft", why="Recognising a model with adapters")
+    return isinstance(extract_model_from_parallel(model), peft.PeftModel)
+
+
+@overload
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: Literal[False] = ...
+) -> list[torch.nn.Module]: ...
+@overload
+def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: Literal[True]) -> list[NamedModule]: ...
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: bool = False
+) -> list[torch.nn.Module] | list[NamedModule]:
+    """Return all modules of a model, children before their parents and the model itself last.
+
+    Args:
+        return_fqns: Return pairs of dotted name and module; the model's own name is empty.
+    """
+    named = list(_bottom_up(model, ""))
+    return named if return_fqns else [module for _, module in named]
+
+
+def _bottom_up(module: torch.nn.Module, name: str) -> Iterator[NamedModule]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module

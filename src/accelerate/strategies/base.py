@@ -1,4 +1,12 @@
-"""The base strategy, which is training on a single device."""
+"""What a strategy is: the interface, which is training on a single device, and what it is selected and made with.
+
+The way of a strategy through a run:
+
+- select: `selected`, `label`; `caps` say what it can do, so that nobody compares names
+- prepare: `check_model`, `prepare_model` (= `steps`, with `place` and `wrap` among them), `replaced`, `data_shard`
+- train: `no_sync`, `backward`, `scale_gradients`, `clip_grad_norm`, `clip_grad_value`
+- state: `full_state_dict`, `checkpoint_parts`, `open_gradients`, `set_open_gradients`, `gradient_share`
+"""
 
 from __future__ import annotations
 
@@ -10,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from accelerate._base.enums import DistributedType, DynamoBackend
+from accelerate._base.errors import WrongTypeError
 from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import (
     LoaderPart,
@@ -20,18 +29,58 @@ from accelerate.checkpointing.parts import (
     ScalerPart,
     SchedulerPart,
 )
+from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.plan import data_shard
 from accelerate.parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
-from accelerate.parallel.shares import GradientShare, gradient_share
+from accelerate.parallel.mesh import GradientShare, gradient_share
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.precision.base import Precision
+from accelerate.precision.formats import Precision
 from accelerate.runtime.runtime import Runtime
-from accelerate.strategies.request import EngineRequest
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
+
+
+_ENGINE_SWITCHES = {
+    "deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp": "ACCELERATE_USE_FSDP",
+    "megatron": "ACCELERATE_USE_MEGATRON_LM",
+}
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """Which engines a program asks for, by a plugin or by the launcher's switch in the environment.
+
+    Args:
+        engines: Name of the engine -> its plugin, or None where only the switch is set.
+        parallelism: The sizes of the axes of model parallelism, if given.
+    """
+
+    engines: dict[str, Any] = field(default_factory=dict)
+    parallelism: ParallelismConfig | None = None
+
+    @classmethod
+    def from_plugins(cls, *, parallelism: ParallelismConfig | None = None, **plugins: Any) -> EngineRequest:
+        """Collect the plugins that are there and the engines that the environment switches on.
+
+        Raises:
+            WrongTypeError: If what was given for FSDP is no plugin of it.
+        """
+        engines = dict.fromkeys(name for name, switch in _ENGINE_SWITCHES.items() if env.flag(switch))
+        engines.update({name: plugin for name, plugin in plugins.items() if plugin is not None})
+        if "fsdp" in engines:
+            given = engines["fsdp"]
+            if given is not None and not isinstance(given, FullyShardedDataParallelPlugin):
+                raise WrongTypeError(
+                    f"fsdp_plugin={given!r} is a {type(given).__name__}, which says nothing of sharding. "
+                    "Pass a FullyShardedDataParallelPlugin(...)."
+                )
+            # Without a plugin the options are in the launcher's variables.
+            engines["fsdp"] = FullyShardedDataParallelPlugin() if given is None else given
+        return cls(engines, parallelism)
 
 
 @dataclass(frozen=True)
@@ -43,7 +92,7 @@ class Capabilities:
         joinable: Ranks may have different numbers of batches under `join_uneven_inputs`.
         clips_by_value: Gradients can be clipped element by element.
         shards: Each rank holds a part of the weights.
-        holds_back_gradients: The exchange of gradients can wait until a window closes.
+        holds_back_gradients: The exchange of gradients can wait until an accumulation window closes.
         hides_open_gradients: Gradients are not in the parameters until they were exchanged.
     """
 
@@ -187,30 +236,36 @@ class Strategy:
 
     def checkpoint_parts(self, prepared: Prepared) -> list[Part]:
         """Return what is saved of the prepared objects and the gradient scaler, in the order in which it is restored."""
-        safe, rank = prepared.safe_serialization, self.runtime.rank
-        parts: list[Part] = []
-        parts += [ModelPart(model, i, safe_serialization=safe) for i, model in enumerate(prepared.models)]
-        parts += [OptimizerPart(optimizer, i) for i, optimizer in enumerate(prepared.optimizers)]
+        parts = self.weight_parts(prepared)
         parts += [SchedulerPart(scheduler, i) for i, scheduler in enumerate(prepared.schedulers)]
         parts += [
-            LoaderPart(loader, i, rank=rank, restores=prepared.restore_positions, others=prepared.loaders)
+            LoaderPart(loader, i, rank=self.runtime.rank, restores=prepared.restore_positions, others=prepared.loaders)
             for i, loader in enumerate(prepared.loaders)
         ]
         if self.precision.scaler is not None:
             parts.append(ScalerPart(self.precision.scaler))
         return parts
 
+    def weight_parts(self, prepared: Prepared) -> list[Part]:
+        """Return the parts of the models and of their optimizers."""
+        safe = prepared.safe_serialization
+        return [
+            *(ModelPart(model, i, safe_serialization=safe) for i, model in enumerate(prepared.models)),
+            *(OptimizerPart(optimizer, i) for i, optimizer in enumerate(prepared.optimizers)),
+        ]
+
+    def _axis_sizes(self) -> dict[str, int]:
+        """Return the ranks along each axis of the mesh; none without one."""
+        layout = self.context.parallelism
+        return {} if layout is None or layout.device_mesh is None else layout.sizes
+
     def data_shard(self) -> tuple[int, int]:
         """Return which share of the data this process reads, and of how many; ranks of one model read the same."""
-        layout = self.context.parallelism
-        sizes = {} if layout is None or layout.device_mesh is None else layout.sizes
-        return data_shard(self.runtime.rank, self.runtime.world_size, sizes)
+        return data_shard(self.runtime.rank, self.runtime.world_size, self._axis_sizes())
 
     def gradient_share(self) -> GradientShare:
         """Return which gradients this process sums up: of its data, and of its layers."""
-        layout = self.context.parallelism
-        sizes = {} if layout is None or layout.device_mesh is None else layout.sizes
-        return gradient_share(self.runtime.rank, self.runtime.world_size, sizes)
+        return gradient_share(self.runtime.rank, self.runtime.world_size, self._axis_sizes())
 
     def replaced(
         self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]

@@ -13,8 +13,7 @@ from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
 from accelerate.runtime.runtime import Runtime
-from accelerate.strategies.base import Capabilities, Strategy
-from accelerate.strategies.request import EngineRequest
+from accelerate.strategies.base import Capabilities, EngineRequest, Strategy
 
 
 class DDPStrategy(Strategy):
@@ -30,7 +29,6 @@ class DDPStrategy(Strategy):
 
     @classmethod
     def label(cls, runtime: Runtime) -> DistributedType:
-        """Return the name of the hardware's regime, such as MULTI_GPU."""
         return runtime.backend.label
 
     def check_model(self, model: torch.nn.Module) -> None:

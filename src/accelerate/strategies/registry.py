@@ -9,39 +9,34 @@ from importlib.metadata import entry_points
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.runtime import Runtime
-from accelerate.strategies.base import Strategy
+from accelerate.strategies.base import EngineRequest, Strategy
 from accelerate.strategies.ddp import DDPStrategy
-from accelerate.strategies.request import EngineRequest
 
 
 @dataclass(frozen=True)
-class _Deferred:
+class _LazyStrategy:
     """A strategy that is imported when a run may need it: what it needs of torch takes a second to load.
 
     Args:
-        home: The module, in this folder.
+        module: The module that holds it.
         engine: The engine whose plugin selects it; None where a layout of the ranks does.
     """
 
-    home: str
+    module: str
     name: str
     engine: str | None = None
 
-    def load(self) -> type[Strategy]:
-        """Import the strategy."""
-        strategy: type[Strategy] = getattr(import_module(self.home, __package__), self.name)
-        return strategy
 
-
-_STRATEGIES: list[type[Strategy] | _Deferred] = [
-    _Deferred(".fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
-    _Deferred(".fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
-    _Deferred(".parallel", "ParallelStrategy"),
+_STRATEGIES: list[type[Strategy] | _LazyStrategy] = [
+    _LazyStrategy("accelerate.strategies.fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
+    _LazyStrategy("accelerate.strategies.fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
+    _LazyStrategy("accelerate.strategies.parallel", "ParallelStrategy"),
     DDPStrategy,
     Strategy,
 ]
-_PLUGINS = "accelerate.strategies"
+_ENTRY_POINTS = "accelerate.strategies"
 
 
 def register(strategy: type[Strategy]) -> None:
@@ -55,30 +50,38 @@ def unregister(strategy: type[Strategy]) -> None:
 
 
 @cache
-def _load_plugins() -> None:
-    for entry in entry_points(group=_PLUGINS):
+def _register_entry_points() -> None:
+    for entry in entry_points(group=_ENTRY_POINTS):
         register(entry.load())
+
+
+def _load(entry: type[Strategy] | _LazyStrategy) -> type[Strategy]:
+    if not isinstance(entry, _LazyStrategy):
+        return entry
+    strategy: type[Strategy] = getattr(import_module(entry.module), entry.name)
+    return strategy
 
 
 def all_strategies() -> tuple[type[Strategy], ...]:
     """Return every known strategy, in the order in which they are asked."""
-    return tuple(_loaded(entry) for entry in _entries())
+    _register_entry_points()
+    return tuple(_load(entry) for entry in _STRATEGIES)
 
 
-def _entries() -> list[type[Strategy] | _Deferred]:
-    _load_plugins()
-    return _STRATEGIES
-
-
-def _loaded(entry: type[Strategy] | _Deferred) -> type[Strategy]:
-    return entry.load() if isinstance(entry, _Deferred) else entry
-
-
-def _concerns(entry: type[Strategy] | _Deferred, request: EngineRequest) -> bool:
-    """Return whether a strategy is to be asked: that of the engine, or without one all that need none."""
-    if entry.engine is not None or request.engines:
-        return entry.engine in request.engines
-    return not isinstance(entry, _Deferred) or request.parallelism is not None
+def select(request: EngineRequest, runtime: Runtime) -> Choice[type[Strategy]]:
+    """Choose the strategy: that of the engine asked for, else the first that takes the run."""
+    require_known(request)
+    for entry in _STRATEGIES:
+        # That of the engine is asked, or without an engine all that need none.
+        is_asked = entry.engine in request.engines
+        if entry.engine is None and not request.engines:
+            is_asked = not isinstance(entry, _LazyStrategy) or request.parallelism is not None
+        if is_asked:
+            strategy = _load(entry)
+            answer = strategy.selected(request, runtime)
+            if answer.value:
+                return Choice(strategy, answer.reason)
+    raise ConfigurationError(f"No strategy takes a run with {runtime.world_size} process(es) and {request!r}.")
 
 
 def require_known(request: EngineRequest) -> None:
@@ -87,7 +90,8 @@ def require_known(request: EngineRequest) -> None:
     Raises:
         ConfigurationError: If there is no such strategy, or several engines were asked for.
     """
-    known = {entry.engine for entry in _entries() if entry.engine is not None}
+    _register_entry_points()
+    known = {entry.engine for entry in _STRATEGIES if entry.engine is not None}
     for engine in request.engines:
         if engine not in known:
             raise ConfigurationError(
@@ -100,12 +104,11 @@ def require_known(request: EngineRequest) -> None:
             f"The engines {sorted(request.engines)!r} were asked for together, but one run has one engine. Give one."
         )
     if request.parallelism is not None:
-        _check_axes(request)
+        _check_axes(request.parallelism, request)
 
 
-def _check_axes(request: EngineRequest) -> None:
+def _check_axes(sizes: ParallelismConfig, request: EngineRequest) -> None:
     """Refuse axes that need an engine that was not asked for, or that the one asked for does not know."""
-    sizes = request.parallelism
     if (sizes.dp_shard_enabled or sizes.sp_enabled) and not request.engines:
         raise ConfigurationError(
             f"dp_shard_size={sizes.dp_shard_size}, sp_size={sizes.sp_size} were given, but nothing that shards. Pass "
@@ -123,16 +126,3 @@ def _check_axes(request: EngineRequest) -> None:
             f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size} were given with version 1 of FSDP, which shards whole "
             "layers over all ranks. Write FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
-
-
-def select(request: EngineRequest, runtime: Runtime) -> Choice[type[Strategy]]:
-    """Choose the strategy: that of the engine asked for, else the first that takes the run."""
-    require_known(request)
-    for entry in _entries():
-        if not _concerns(entry, request):
-            continue
-        strategy = _loaded(entry)
-        answer = strategy.selected(request, runtime)
-        if answer.value:
-            return Choice(strategy, answer.reason)
-    raise ConfigurationError(f"No strategy takes a run with {runtime.world_size} process(es) and {request!r}.")

@@ -13,8 +13,8 @@ from accelerate.strategies.fsdp.public import fsdp2_prepare_auto_wrap_policy as 
 from accelerate.strategies.fsdp.public import fsdp2_prepare_model as fsdp2_prepare_model
 from accelerate.strategies.fsdp.public import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
 from accelerate.strategies.fsdp.public import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
-from accelerate.strategies.fsdp.state_files import load_fsdp_model as load_fsdp_model
-from accelerate.strategies.fsdp.state_files import load_fsdp_optimizer as load_fsdp_optimizer
-from accelerate.strategies.fsdp.state_files import save_fsdp_model as save_fsdp_model
-from accelerate.strategies.fsdp.state_files import save_fsdp_optimizer as save_fsdp_optimizer
-from accelerate.strategies.fsdp.wrapping import get_parameters_from_modules as get_parameters_from_modules
+from accelerate.strategies.fsdp.public import get_parameters_from_modules as get_parameters_from_modules
+from accelerate.strategies.fsdp.public import load_fsdp_model as load_fsdp_model
+from accelerate.strategies.fsdp.public import load_fsdp_optimizer as load_fsdp_optimizer
+from accelerate.strategies.fsdp.public import save_fsdp_model as save_fsdp_model
+from accelerate.strategies.fsdp.public import save_fsdp_optimizer as save_fsdp_optimizer

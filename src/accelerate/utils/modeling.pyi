@@ -29,6 +29,6 @@ from accelerate.offload.ties import check_tied_parameters_in_config as check_tie
 from accelerate.offload.ties import find_tied_parameters as find_tied_parameters
 from accelerate.offload.ties import retie_parameters as retie_parameters
 from accelerate.offload.weight_files import load_state_dict as load_state_dict
-from accelerate.parallel.describe import is_peft_model as is_peft_model
-from accelerate.precision.current import get_grad_scaler as get_grad_scaler
-from accelerate.precision.current import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+from accelerate.parallel.unwrap import is_peft_model as is_peft_model
+from accelerate.precision.formats import get_grad_scaler as get_grad_scaler
+from accelerate.precision.formats import get_mixed_precision_context_manager as get_mixed_precision_context_manager

@@ -16,10 +16,10 @@ from accelerate.parallel.compile import has_compiled_regions as has_compiled_reg
 from accelerate.parallel.compile import has_repeated_blocks as has_repeated_blocks
 from accelerate.parallel.compile import is_compiled_module as is_compiled_module
 from accelerate.parallel.compile import is_repeated_blocks as is_repeated_blocks
-from accelerate.parallel.describe import get_model_tp_size as get_model_tp_size
-from accelerate.parallel.describe import get_module_children_bottom_up as get_module_children_bottom_up
-from accelerate.parallel.describe import model_has_dtensor as model_has_dtensor
+from accelerate.parallel.tensor import get_model_tp_size as get_model_tp_size
+from accelerate.parallel.tensor import model_has_dtensor as model_has_dtensor
 from accelerate.parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
+from accelerate.parallel.unwrap import get_module_children_bottom_up as get_module_children_bottom_up
 from accelerate.runtime.process_control import barrier
 
 wait_for_everyone = barrier

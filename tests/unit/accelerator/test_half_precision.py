@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.precision.amp import AutocastForward
+from accelerate.precision.formats import AutocastForward
 from accelerate.utils import AutocastKwargs, extract_model_from_parallel, load
 
 FEATURES = 5

@@ -18,11 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.parallel.context import GatheredAttention, split_sequences
-from accelerate.parallel.gradients import GradientMean, clip_grad_norm, scale_gradients
 from accelerate.parallel.mesh import averaging_group, axis_group, axis_rank, build_mesh, has_axis
-from accelerate.parallel.pipeline.training import PipelineStage, check_parts, cut
-from accelerate.parallel.steps import same_start_step, tensor_parallel_step
-from accelerate.parallel.tensor import plan_of, split_layers
+from accelerate.parallel.pipeline_training import PipelineStage, check_parts, stage_bounds
+from accelerate.parallel.tensor import plan_of, split_layers, tensor_parallel_step
 
 
 @pytest.fixture
@@ -105,7 +103,6 @@ class TestPlans:
 class TestSteps:
     def test_an_axis_that_is_not_in_use_has_no_step(self, mesh: DeviceMesh) -> None:
         assert tensor_parallel_step(None) is None
-        assert same_start_step(None) is None
         step = tensor_parallel_step(mesh)
         assert step is not None
         assert isinstance(step(TinyGPT()).head.weight, DTensor)  # type: ignore[union-attr]
@@ -116,52 +113,6 @@ class TestSteps:
         assert axis_group(mesh, "tp") is not None
         assert axis_group(mesh, "cp") is averaging_group(mesh) is averaging_group(None) is None
         assert build_mesh("cpu", {"tp": 1}, {}) is None
-
-
-class TestGradients:
-    def gradients(self) -> nn.Module:
-        model = TinyGPT()
-        tokens = make_tokens(2)
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        return model
-
-    @pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
-    @pytest.mark.parametrize("limit", [0.01, 1e6])
-    def test_clipping_split_and_whole_gradients_is_torchs(self, mesh: DeviceMesh, kind: float, limit: float) -> None:
-        plain, split = self.gradients(), split_layers(TinyGPT(), mesh)
-        tokens = make_tokens(2)
-        split(tokens[:, :-1], tokens[:, 1:]).backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), limit, kind)
-        norm = clip_grad_norm(split.parameters(), limit, kind, stages=mesh.get_group())
-        torch.testing.assert_close(norm, expected)
-        for left, right in zip(split.parameters(), plain.parameters(), strict=True):
-            assert left.grad is not None
-            whole = left.grad.full_tensor() if isinstance(left.grad, DTensor) else left.grad
-            torch.testing.assert_close(whole, right.grad)
-
-    def test_nothing_to_clip(self) -> None:
-        assert clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
-        assert clip_grad_norm(nn.Parameter(torch.ones(2)), 1.0).item() == 0.0
-
-    def test_scaling(self) -> None:
-        model = self.gradients()
-        before = model.head.weight.grad.clone()  # type: ignore[union-attr]
-        scale_gradients(model.parameters(), torch.tensor(0.5))
-        torch.testing.assert_close(model.head.weight.grad, before / 2)  # type: ignore[union-attr]
-
-    def test_a_mean_is_exchanged_once_a_pass_and_not_while_held(self, mesh: DeviceMesh) -> None:
-        model = nn.Linear(2, 1)
-        mean = GradientMean(model, mesh.get_group())
-        exchanges = []
-        exchange = mean._exchange
-        mean._exchange = lambda: (exchanges.append(1), exchange())[1]  # type: ignore[method-assign]
-        with mean.hold():
-            model(torch.ones(1, 2)).sum().backward()
-        assert exchanges == []
-        model(torch.ones(1, 2)).sum().backward()
-        assert exchanges == [1]
-        assert model.weight.grad is not None
-        assert model.weight.grad.tolist() == [[2.0, 2.0]]
 
 
 class TestContext:
@@ -236,7 +187,7 @@ class TestPipeline:
         self, weights: list[int], stages: int, bounds: list[tuple[int, int]]
     ) -> None:
         parts = [nn.Linear(1, weight, bias=False) if weight else nn.Identity() for weight in weights]
-        assert cut(parts, stages) == bounds
+        assert stage_bounds(parts, stages) == bounds
 
     def test_more_stages_than_parts(self) -> None:
         with pytest.raises(ConfigurationError, match="5 parts cannot be cut into pp_size=6"):

@@ -7,9 +7,9 @@ import pytest
 from accelerate import ParallelismConfig
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
+from accelerate.strategies.base import EngineRequest
 from accelerate.strategies.parallel import check_pipeline
 from accelerate.strategies.registry import require_known
-from accelerate.strategies.request import EngineRequest
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 

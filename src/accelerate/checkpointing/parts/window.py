@@ -14,7 +14,7 @@ from accelerate.checkpointing import names
 from accelerate.checkpointing.folder import StagedFolder
 from accelerate.checkpointing.parts.base import LoadOptions, read_torch
 from accelerate.checkpointing.parts.host_copy import host_copy
-from accelerate.parallel.shares import GradientShare
+from accelerate.parallel.mesh import GradientShare
 from accelerate.runtime.gradient_clock import GradientState
 
 

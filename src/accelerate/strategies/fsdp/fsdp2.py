@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import nn
 
-from accelerate.parallel.describe import model_has_dtensor
+from accelerate._base.enums import MeshAxis
+from accelerate._base.helpers import warn_once
 from accelerate.parallel.mesh import build_mesh, has_axis, submesh
-from accelerate.parallel.steps import tensor_parallel_step
+from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
 from accelerate.strategies.base import Step
-from accelerate.strategies.fsdp.filling import Filler, require_memory
-from accelerate.strategies.fsdp.norms import Groups, clip_parts
-from accelerate.strategies.fsdp.sharding import ShardedStrategy
-from accelerate.strategies.fsdp.wrapping import ignored_parameters, unit_names
+from accelerate.strategies.broadcast_weights import WeightBroadcast, require_memory
+from accelerate.strategies.fsdp.base import FSDPStrategy, ignored_modules, unit_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FSDP2Strategy(ShardedStrategy):
+class FSDP2Strategy(FSDPStrategy):
     """torch's `fully_shard`, alone or together with other axes of a mesh."""
 
     name: ClassVar[str] = "fsdp2"
     version: ClassVar[int] = 2
-    _mesh: DeviceMesh | None = None
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh:
         """Return the ranks over which weights are sharded, after those that hold copies where there are any."""
-        if self._mesh is None:
-            self._mesh = _sharding_mesh(self.context.parallelism, self.runtime.device.type, self.runtime.world_size)
-        return self._mesh
+        layout, device = self.context.parallelism, self.runtime.device.type
+        whole = None if layout is None else layout.get_device_mesh(device)
+        if layout is None or whole is None:
+            mesh = build_mesh(device, {MeshAxis.DP_SHARD: self.runtime.world_size}, {})
+            assert mesh is not None, "one process has no mesh"
+            return mesh
+        if has_axis(whole, MeshAxis.DP_SHARD) or has_axis(whole, MeshAxis.CP):
+            return submesh(whole, *layout.fsdp_dim_names)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        # Copies without shards: a second axis of one rank each.
+        axes = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
+        return init_device_mesh(device, (self.runtime.world_size, 1), mesh_dim_names=axes)
 
     def steps(self, *, place: bool, evaluation: bool) -> tuple[Step, ...]:
         """Return what is done to a model, in order; layers are split over ranks before all else."""
@@ -43,12 +51,12 @@ class FSDP2Strategy(ShardedStrategy):
         if layout is None or not layout.tp_enabled or not self.runtime.is_distributed:
             return chain
         split = tensor_parallel_step(layout.get_device_mesh(), layout.tp_handler.plan)
-        return (self.fill, *((split,) if split is not None else ()), *chain)
+        return (self.broadcast_weights, *((split,) if split is not None else ()), *chain)
 
-    def fill(self, model: nn.Module) -> nn.Module:
+    def broadcast_weights(self, model: nn.Module) -> nn.Module:
         """Give every rank the weights of the first: what each rank of a model holds whole must be equal."""
         if not model_has_dtensor(model):
-            Filler(model, self.runtime.device).fill("")
+            WeightBroadcast(model, self.runtime.device).send_all()
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -61,7 +69,7 @@ class FSDP2Strategy(ShardedStrategy):
         units = [*unit_names(plugin, model), ""]
         # Copies must start equal, so they take the weights of the first rank as well.
         from_first = (plugin.cpu_ram_efficient_loading or self.mesh.ndim > 1) and not model_has_dtensor(model)
-        filler = Filler(model, self.runtime.device) if from_first else None
+        weights = WeightBroadcast(model, self.runtime.device) if from_first else None
         options: dict[str, Any] = {"mesh": self.mesh}
         if plugin.mixed_precision_policy is not None:
             options["mp_policy"] = plugin.mixed_precision_policy
@@ -69,55 +77,39 @@ class FSDP2Strategy(ShardedStrategy):
             options["offload_policy"] = plugin.cpu_offload
         for unit in units:
             module = model.get_submodule(unit)
-            waiting = filler.place(unit) if filler is not None else []
-            if filler is None:
+            pending = weights.allocate(unit) if weights is not None else []
+            if weights is None:
                 require_memory(module, plugin.param_init_fn)
             reshard: Any = plugin.reshard_after_forward
             if not unit and len(units) > 1 and reshard:
                 reshard = None  # torch then keeps what is left of the model: backward needs it at once
-            ignored = ignored_parameters(plugin, model, self.runtime.device)
+            ignored = self._ignored_parameters(model)
             fully_shard(module, reshard_after_forward=reshard, ignored_params=ignored or None, **options)
-            if filler is not None:
-                filler.send(waiting)
+            if weights is not None:
+                weights.send(pending)
         return model
 
+    def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
+        """Return the parameters of the modules that are left alone, moved to the device where they are used."""
+        modules = ignored_modules(self.plugin, model)
+        for module in modules:
+            if not any(parameter.is_meta for parameter in module.parameters()):
+                module.to(self.runtime.device)
+        found = {parameter for module in modules for parameter in module.parameters()}
+        if any(parameter.requires_grad for parameter in found):
+            warn_once(
+                "Modules that FSDP ignores have parameters to train: their gradients are not averaged between processes. "
+                "Freeze them, or average the gradients yourself after each backward pass."
+            )
+        return found
+
     @contextmanager
-    def _without_exchange(self, model: Any) -> Iterator[None]:
+    def no_sync(self, model: Any) -> Iterator[None]:
+        if not hasattr(model, "set_requires_gradient_sync"):
+            yield
+            return
         model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             model.set_requires_gradient_sync(True)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are added up whole on each rank and not exchanged."""
-        return self._without_exchange(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
-
-    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scale gradients down so that the norm over all ranks is at most `max_norm`, and return that norm."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return clip_parts(((item, _groups(item)) for item in given), max_norm, norm_type, self.runtime.device)
-
-
-def _groups(parameter: Any) -> Groups:
-    """Return the groups of ranks over which a parameter is split."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None:
-        return ()
-    placements = enumerate(parameter.placements)
-    # A parameter that is split twice along one dimension has a placement that is no plain shard.
-    return tuple(mesh.get_group(axis) for axis, placement in placements if not placement.is_replicate())
-
-
-def _sharding_mesh(layout: Any, device_type: str, world_size: int) -> DeviceMesh:
-    mesh: DeviceMesh | None = None if layout is None else layout.get_device_mesh(device_type)
-    if mesh is None:
-        made = build_mesh(device_type, {"dp_shard": world_size}, {})
-        assert made is not None, "one process has no mesh"
-        return made
-    if has_axis(mesh, "dp_shard") or has_axis(mesh, "cp"):
-        return submesh(mesh, *layout.fsdp_dim_names)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    # Copies without shards: a second axis of one rank each.
-    return init_device_mesh(device_type, (world_size, 1), mesh_dim_names=("dp_replicate", "dp_shard"))

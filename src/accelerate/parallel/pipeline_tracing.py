@@ -1,4 +1,4 @@
-"""A model traced once for one shape of chunk, and cut into stages that hand tensors to the next."""
+"""A model traced for one shape of chunk, and cut into stages that hand tensors to the next."""
 
 from __future__ import annotations
 
@@ -15,60 +15,110 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.parallel.pipeline.structure import Pattern, take_apart
+from accelerate.collectives.containers import leaves
+from accelerate.collectives.nested import recursively_apply
 
-Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+TensorSpec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
 
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MODEL = "model"
 _LOST_CONSTANT = "fake tensor in the exported program constant"
 
 
+class TensorSlot:
+    """The place of a tensor in a structure; not a dataclass, which would be taken for a container."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"<{self.index}>"
+
+
 @dataclass(frozen=True)
-class ChunkForm:
-    """What a chunk of the inputs looks like; models are traced once for each form.
+class Structure:
+    """Nested data with slots in the places of its tensors."""
+
+    data: Any
+
+    def unflatten(self, tensors: Sequence[Any]) -> Any:
+        """Return the data with the tensors in their places."""
+        return recursively_apply(
+            lambda slot: tensors[slot.index], self.data, test_type=lambda value: isinstance(value, TensorSlot)
+        )
+
+
+def flatten(data: Any, what: str) -> tuple[list[torch.Tensor], Structure]:
+    """Return the tensors of nested data, and its structure.
+
+    Args:
+        what: What the data is, for the error.
+
+    Raises:
+        ConfigurationError: If it holds objects that are neither tensors nor plain values.
+    """
+    for path, leaf in leaves(data):
+        if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+            raise ConfigurationError(
+                f"{what}{path} is a {type(leaf).__name__}, which cannot travel between the stages of a pipeline: they "
+                "exchange tensors, and plain values that never change. Leave it out; a cache of a Transformers model "
+                "is left out by use_cache=False."
+            )
+    tensors: list[torch.Tensor] = []
+
+    def put(tensor: torch.Tensor) -> TensorSlot:
+        tensors.append(tensor)
+        return TensorSlot(len(tensors) - 1)
+
+    return tensors, Structure(recursively_apply(put, data))
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """What a chunk of the inputs looks like; models are traced once for each.
 
     Args:
         specs: Shape and dtype of each tensor.
-        pattern: How the positional and keyword arguments are put together from them.
+        structure: How the positional and keyword arguments are put together from them.
         rows: The samples of a chunk.
         cut: Which tensors have these rows; the others go whole into every chunk.
         training: Whether the model is in training mode.
     """
 
-    specs: tuple[Spec, ...]
-    pattern: Pattern
+    specs: tuple[TensorSpec, ...]
+    structure: Structure
     rows: int
     cut: tuple[bool, ...]
     training: bool
 
     @property
     def key(self) -> str:
-        """Return a text that is equal for equal forms."""
+        """Return a text that is equal for equal chunks."""
         return repr(self)
 
 
-class _Flat(nn.Module):
-    """A model that takes and gives flat lists of tensors, and tells the pattern of its outputs.
+class _FlatModel(nn.Module):
+    """A model that takes and gives flat lists of tensors, and tells the structure of its outputs.
 
     Args:
         tell: Called while the model is traced; what a trace writes on a module is taken back.
     """
 
-    def __init__(self, model: nn.Module, inputs: Pattern, tell: Callable[[Pattern], object]) -> None:
+    def __init__(self, model: nn.Module, inputs: Structure, tell: Callable[[Structure], object]) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
         self.tell = tell
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        args, kwargs = self.inputs.fill(tensors)
-        flat, outputs = take_apart(self.model(*args, **kwargs), "The output of the model")
+        args, kwargs = self.inputs.unflatten(tensors)
+        flat, outputs = flatten(self.model(*args, **kwargs), "The output of the model")
         self.tell(outputs)
         return flat
 
 
-class Segment(nn.Module):
+class StageModule(nn.Module):
     """One stage: it takes the tensors that are alive at its start, and gives those that are alive at its end.
 
     A value that only a later stage needs is handed through, so stages talk to their neighbours alone.
@@ -97,13 +147,13 @@ class Segment(nn.Module):
 
 
 @dataclass(frozen=True)
-class Stages:
+class TracedStages:
     """A traced model: its stages, what passes between them, and what comes out."""
 
-    segments: tuple[Segment, ...]
-    passed: tuple[tuple[Spec, ...], ...]
+    modules: tuple[StageModule, ...]
+    passed: tuple[tuple[TensorSpec, ...], ...]
     """The tensors before each stage, and after the last one."""
-    outputs: Pattern
+    outputs: Structure
 
 
 def _results(node: fx.Node) -> dict[str, int | None]:
@@ -112,18 +162,18 @@ def _results(node: fx.Node) -> dict[str, int | None]:
     return picks or {node.name: None}  # type: ignore[return-value]
 
 
-def trace(model: nn.Module, points: Sequence[str], form: ChunkForm) -> Stages:
-    """Trace a model for one form of chunk and cut it before the named modules.
+def trace(model: nn.Module, points: Sequence[str], chunk: ChunkSpec) -> TracedStages:
+    """Trace a model for one kind of chunk and cut it before the named modules.
 
     Raises:
         ConfigurationError: If torch cannot trace it, or a cut does not make a stage.
     """
-    outputs: list[Pattern] = []
-    flat = _Flat(model, form.pattern, outputs.append)
-    examples = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in form.specs)
+    outputs: list[Structure] = []
+    flat = _FlatModel(model, chunk.structure, outputs.append)
+    examples = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in chunk.specs)
     spec = {f"{_MODEL}.{name}": SplitPoint.BEGINNING for name in points}
     try:
-        traced = _traced(partial(pipeline, flat, mb_args=examples, split_spec=spec), model, points)
+        traced = _trace_with_retries(partial(pipeline, flat, mb_args=examples, split_spec=spec), model, points)
     except ConfigurationError:
         raise
     except RuntimeError as error:
@@ -132,13 +182,13 @@ def trace(model: nn.Module, points: Sequence[str], form: ChunkForm) -> Stages:
             raise cause from None
         raise ConfigurationError(
             f"{type(model).__name__} cannot be cut into stages: torch.export does not trace it "
-            f"({_first_line(cause)}). Give inputs that take no branches on values, such as use_cache=False, or "
-            "use `dispatch_model` instead."
+            f"({(str(cause).strip() or type(cause).__name__).splitlines()[0]}). Give inputs that take no branches on "
+            "values, such as use_cache=False, or use `dispatch_model` instead."
         ) from error
-    return _assemble(model, traced.split_gm, points, form, outputs[-1])
+    return _assemble(model, traced.split_gm, points, chunk, outputs[-1])
 
 
-def _traced(attempt: Callable[[], Any], model: nn.Module, points: Sequence[str]) -> Any:
+def _trace_with_retries(attempt: Callable[[], Any], model: nn.Module, points: Sequence[str]) -> Any:
     for is_last in (False, False, True):
         with _cut_marks_removed(model, points), warnings.catch_warnings(), torch.no_grad():
             # torch 2.13 warns about its own use of LeafSpec while it copies what it traced.
@@ -150,10 +200,6 @@ def _traced(attempt: Callable[[], Any], model: nn.Module, points: Sequence[str])
                 if is_last or _LOST_CONSTANT not in str(error.__cause__ or error):
                     raise
     raise AssertionError("the last attempt returns or raises")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager
@@ -172,8 +218,8 @@ def _cut_marks_removed(model: nn.Module, points: Sequence[str]) -> Iterator[None
 
 
 def _assemble(
-    model: nn.Module, split: fx.GraphModule, points: Sequence[str], form: ChunkForm, outputs: Pattern
-) -> Stages:
+    model: nn.Module, split: fx.GraphModule, points: Sequence[str], chunk: ChunkSpec, outputs: Structure
+) -> TracedStages:
     nodes = [node for node in split.graph.nodes if node.op == "call_module"]
     if len(nodes) != len(points) + 1:
         raise ConfigurationError(
@@ -184,16 +230,16 @@ def _assemble(
     inputs = [node.name for node in split.graph.nodes if node.op == "placeholder"]
     last = next(node for node in split.graph.nodes if node.op == "output")
     wanted = [node.name for node in last.args[0]]
-    specs = dict(zip(inputs, form.specs, strict=True))
+    specs = dict(zip(inputs, chunk.specs, strict=True))
     alive = _alive(nodes, inputs, wanted)
-    segments = []
+    modules = []
     for index, node in enumerate(nodes):
         module = split.get_submodule(str(node.target))
         _use_weights_of(model, module)
-        segments.append(Segment(node, module, alive[index], alive[index + 1]))
+        modules.append(StageModule(node, module, alive[index], alive[index + 1]))
         specs.update(_specs_of_results(node, module))
     passed = tuple(tuple(specs[name] for name in names) for names in alive)
-    return Stages(tuple(segments), passed, outputs)
+    return TracedStages(tuple(modules), passed, outputs)
 
 
 def _alive(nodes: Sequence[fx.Node], inputs: Sequence[str], wanted: Sequence[str]) -> list[list[str]]:
@@ -208,7 +254,7 @@ def _alive(nodes: Sequence[fx.Node], inputs: Sequence[str], wanted: Sequence[str
     return [*before, list(wanted)]
 
 
-def _specs_of_results(node: fx.Node, module: nn.Module) -> dict[str, Spec]:
+def _specs_of_results(node: fx.Node, module: nn.Module) -> dict[str, TensorSpec]:
     graph: fx.Graph = module.graph  # type: ignore[assignment]
     output = next(inner for inner in graph.nodes if inner.op == "output").args[0]
     values = output if isinstance(output, (tuple, list)) else (output,)

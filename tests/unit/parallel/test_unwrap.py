@@ -9,12 +9,8 @@ import torch.distributed as dist
 from tests.support.processes import run_group
 from torch import nn
 
-from accelerate.parallel.describe import (
-    get_model_tp_size,
-    get_module_children_bottom_up,
-    is_peft_model,
-    model_has_dtensor,
-)
+from accelerate.parallel.tensor import get_model_tp_size, model_has_dtensor
+from accelerate.parallel.unwrap import get_module_children_bottom_up, is_peft_model
 
 
 def test_children_come_before_parents_in_order() -> None:

@@ -29,7 +29,7 @@ class Pipelined(Protocol):
         """Return the mean loss of a batch."""
 
 
-def cut(parts: Sequence[torch.nn.Module], stages: int) -> list[tuple[int, int]]:
+def stage_bounds(parts: Sequence[torch.nn.Module], stages: int) -> list[tuple[int, int]]:
     """Return begin and end of each stage, so that the largest number of parameters of a stage is as small as it can be."""
     weights = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
     if len(parts) < stages:
@@ -67,7 +67,7 @@ def check_parts(model: torch.nn.Module, stages: int) -> Sequence[torch.nn.Module
         )
     parts = list(model.pipeline_parts())
     owner: dict[int, int] = {}
-    for stage, (begin, end) in enumerate(cut(parts, stages)):
+    for stage, (begin, end) in enumerate(stage_bounds(parts, stages)):
         for part in parts[begin:end]:
             for name, parameter in part.named_parameters():
                 if owner.setdefault(id(parameter), stage) != stage:
@@ -133,11 +133,11 @@ class PipelineStage(torch.nn.Module):
         self.group = mesh.get_group()
         self.num_microbatches = num_microbatches or self.count
         self._schedule_name = schedule
-        begin, end = cut(parts, self.count)[self.index]
+        begin, end = stage_bounds(parts, self.count)[self.index]
         names = {id(module): name for name, module in model.named_modules()}
         own = parts[begin:end]
         for part in own:
-            _place(self, names[id(part)], part)
+            _add_at(self, names[id(part)], part)
         stage = torch.nn.Sequential(*own)
         for part in (*parts[:begin], *parts[end:]):
             part.to("meta")
@@ -157,7 +157,12 @@ class PipelineStage(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return the mean loss of a batch, or its outputs if there are no targets."""
-        self._check_rows(inputs)
+        if inputs.shape[0] % self.num_microbatches:
+            raise UsageError(
+                f"A batch of {inputs.shape[0]} rows cannot be cut into num_microbatches={self.num_microbatches} equal parts, "
+                "so their mean loss would not be that of the batch. Choose a batch size that it divides, with "
+                "drop_last=True where the last batch is shorter."
+            )
         if targets is None:
             return self._to_all(self._pass_forward(inputs))
         loss = torch.zeros((), dtype=self._loss_dtype, device=self._device)
@@ -170,17 +175,8 @@ class PipelineStage(torch.nn.Module):
         gradients = self._pass_both_ways(inputs, targets, losses)
         if losses:
             loss += torch.stack([entry.detach() for entry in losses]).mean()
-        parameters = self.parameters()
-        result: torch.Tensor = _KnownGradients.apply(self._from_last(loss), gradients, *parameters)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _KnownGradients.apply(self._from_last(loss), gradients, *self.parameters())  # type: ignore[no-untyped-call]
         return result
-
-    def _check_rows(self, inputs: torch.Tensor) -> None:
-        if inputs.shape[0] % self.num_microbatches:
-            raise UsageError(
-                f"A batch of {inputs.shape[0]} rows cannot be cut into num_microbatches={self.num_microbatches} equal parts, "
-                "so their mean loss would not be that of the batch. Choose a batch size that it divides, with "
-                "drop_last=True where the last batch is shorter."
-            )
 
     def _pass_both_ways(
         self, inputs: torch.Tensor, targets: torch.Tensor, losses: list[torch.Tensor]
@@ -241,7 +237,7 @@ class PipelineStage(torch.nn.Module):
         return mean
 
 
-def _place(root: torch.nn.Module, name: str, part: torch.nn.Module) -> None:
+def _add_at(root: torch.nn.Module, name: str, part: torch.nn.Module) -> None:
     """Put a part of a model under the name that it has there, so that a stage's weights keep their names."""
     *path, leaf = name.split(".")
     for step in path:

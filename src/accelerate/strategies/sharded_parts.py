@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,35 +16,31 @@ from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing import names, sharded
 from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.parts import Part, Prepared
 from accelerate.checkpointing.parts.base import LoadOptions, read_torch
 from accelerate.checkpointing.parts.host_copy import host_copy
 from accelerate.checkpointing.parts.later import Later, copied_before_step
 from accelerate.checkpointing.parts.weights import WeightsPart
 from accelerate.collectives import communicator
 from accelerate.runtime import current
-from accelerate.runtime.runtime import Runtime
-from accelerate.strategies.fsdp.filling import fill_from_first
-from accelerate.strategies.fsdp.optimizer_state import load_optimizer_state, optimizer_state
-from accelerate.strategies.fsdp.originals import Originals
-from accelerate.strategies.fsdp.state_files import FULL, kind_of
-
-
-class Holder(Protocol):
-    """A strategy under which ranks hold a state together."""
-
-    plugin: Any
-    runtime: Runtime
-
-    def originals(self, model: nn.Module) -> Originals:
-        """Return the parameters of a model as the user knows them."""
+from accelerate.strategies.sharded_state import (
+    StateDict,
+    UnshardedParameters,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    write_shards,
+)
+from accelerate.strategies.tools import gather_full
 
 
 @dataclass
-class _Snapshot:
-    """A state as it is written: whole on the first rank, or in shards over a group."""
+class _ShardedSnapshot:
+    """A state as it is written: full on rank 0, or in shards over a group."""
 
-    state: dict[str, Any]
-    is_whole: bool
+    state: StateDict
+    is_full: bool
     group: dist.ProcessGroup | None = None
 
 
@@ -55,38 +51,38 @@ class ShardedPart(ABC):
     meanwhile. Its ranks talk while they write, so these parts come first in a checkpoint: all ranks get to them.
 
     Args:
-        strategy: The strategy that shards.
         key: The name of the state inside a folder of shards.
         stem: The name of its file, or of its folder with the index.
+        full: Write one file with the full state, instead of shards.
     """
 
     everywhere = True
 
-    def __init__(self, strategy: Holder, key: str, stem: str, index: int) -> None:
+    def __init__(self, key: str, stem: str, index: int, *, full: bool) -> None:
         self.name = f"{key} {index}"
-        self.strategy = strategy
         self.key = key
         self.index = index
+        self.full = full
         self.folder_name = f"{stem}_{index}"
         self.file_name = names.indexed(stem, index, ".bin")
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """Return the state in shards."""
 
     def snapshot(self, *, copy: bool) -> Any:
-        is_whole = kind_of(self.strategy.plugin) == FULL
+        rank = current.runtime().rank
         group = None
-        if copy and not is_whole and current.runtime().is_distributed:
-            group = current.remember("sharded save group", _own_group)
+        if copy and not self.full and current.runtime().is_distributed:
+            group = current.remember("sharded save group", lambda: dist.new_group(backend="gloo"))
         snapshot, error = None, None
         try:
             state = self.state()
-            state = whole(state, keep=current.runtime().rank == 0) if is_whole else state
+            state = gather_full(state, keep=rank == 0) if self.full else state
             if copy:
-                snapshot = self.copied(state, lambda state: _Snapshot(_copy(state), is_whole, group))
+                snapshot = self.copied(state, lambda state: _ShardedSnapshot(_host_copy(state), self.full, group))
             else:
-                snapshot = _Snapshot(state, is_whole)
+                snapshot = _ShardedSnapshot(state, self.full)
         except Exception as caught:  # noqa: BLE001 - the others would wait for this rank while they write
             error = caught
         failed = [text for text in communicator().gather_object(None if error is None else repr(error)) if text]
@@ -94,22 +90,18 @@ class ShardedPart(ABC):
             raise CheckpointError(f"The state of {self.name} cannot be collected: {failed[0]}.") from error
         return snapshot
 
-    def copied(self, state: dict[str, Any], copy: Callable[[Any], _Snapshot]) -> _Snapshot | Later:
+    def copied(self, state: StateDict, copy: Callable[[Any], _ShardedSnapshot]) -> _ShardedSnapshot | Later:
         """Return a copy of the state, or the promise of one."""
         return copy(state)
 
     def write(self, payload: Any, folder: StagedFolder) -> None:
         rank = current.runtime().rank
-        if payload.is_whole:
+        if payload.is_full:
             if rank == 0:
                 folder.write_torch(self.file_name, payload.state)
             return
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         target = folder.path / self.folder_name
-        with sharded.alone():
-            save({self.key: payload.state}, storage_writer=FileSystemWriter(target), process_group=payload.group)
+        write_shards(payload.state, self.key, target, payload.group)
         for file in sorted(target.glob(f"__{rank}_*")):
             folder.adopt(file)
         if rank == 0:
@@ -120,12 +112,12 @@ class ShardedPart(ABC):
             path = folder / self.folder_name
             self.check(sharded.read_metadata(path), path)
             return path
-        # A whole state is sent from the first rank, so that the others need no memory for it.
+        # A full state is sent from rank 0, so that the others need no memory for it.
         return self.read_file(folder, options) if current.runtime().rank == 0 else {}
 
-    def read_file(self, folder: Path, options: LoadOptions) -> dict[str, Any]:
-        """Return a state that was saved whole."""
-        found: dict[str, Any] = read_torch(folder / self.file_name, options)
+    def read_file(self, folder: Path, options: LoadOptions) -> StateDict:
+        """Return a state that was saved in full."""
+        found: StateDict = read_torch(folder / self.file_name, options)
         return found
 
     def check(self, metadata: Any, path: Path) -> None:  # noqa: B027 - a part that has nothing to compare takes any shards
@@ -139,26 +131,24 @@ class ShardedPart(ABC):
 class ShardedModelPart(ShardedPart):
     """A sharded model."""
 
-    def __init__(self, strategy: Holder, model: nn.Module, index: int = 0) -> None:
-        super().__init__(strategy, "model", FSDP_MODEL_NAME, index)
+    def __init__(self, model: nn.Module, index: int = 0, *, full: bool = False) -> None:
+        super().__init__("model", FSDP_MODEL_NAME, index, full=full)
         self.model = model
         self._strict = True
 
-    def state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-        return get_model_state_dict(self.model)
+    def state(self) -> StateDict:
+        return model_state(self.model)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         self._strict = bool(options.model_kwargs.get("strict", True))
         return super().read(folder, options)
 
-    def read_file(self, folder: Path, options: LoadOptions) -> dict[str, Any]:
+    def read_file(self, folder: Path, options: LoadOptions) -> StateDict:
         if (folder / self.file_name).is_file():
             return super().read_file(folder, options)
         # A checkpoint of a run that did not shard.
         found = dict(WeightsPart(None, self.index).read(folder, options))
-        for aliases in self.strategy.originals(self.model).tied:
+        for aliases in UnshardedParameters.of(self.model).tied:
             saved = next((name for name in aliases if name in found), None)
             if saved is not None:
                 found.update(dict.fromkeys(aliases, found[saved]))
@@ -167,72 +157,77 @@ class ShardedModelPart(ShardedPart):
     def check(self, metadata: Any, path: Path) -> None:
         if not self._strict:
             return
-        prefix = f"{self.key}."
-        for name, value in self.strategy.originals(self.model).shapes.items():
-            entry = metadata.state_dict_metadata.get(prefix + name)
+        for name, shape in UnshardedParameters.of(self.model).shapes.items():
+            entry = metadata.state_dict_metadata.get(f"{self.key}.{name}")
             saved = None if entry is None else tuple(getattr(entry, "size", ()))
-            if saved != value:
+            if saved != shape:
                 raise CheckpointError(
                     f"The weights in {str(path)!r} are not those of this {type(self.model).__name__}: {name!r} has the "
-                    f"shape {value}, and there it {'is missing' if saved is None else f'has {saved}'}. Build the model as "
+                    f"shape {shape}, and there it {'is missing' if saved is None else f'has {saved}'}. Build the model as "
                     "it was when the checkpoint was saved."
                 )
 
     def restore(self, payload: Any) -> None:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
-        if isinstance(payload, Path):
-            boxed = {self.key: get_model_state_dict(self.model)}
-            sharded.load_into(boxed, payload)
-            set_model_state_dict(self.model, boxed[self.key], options=StateDictOptions(strict=self._strict))
-            return
-        held = get_model_state_dict(self.model)
-        present = {} if self._strict else whole(held, keep=current.runtime().rank == 0)
-        fill_from_first(held, {**present, **payload})
-        set_model_state_dict(self.model, held, options=StateDictOptions(strict=self._strict))
+        load_model_state(self.model, payload, strict=self._strict)
 
 
 class ShardedOptimizerPart(ShardedPart):
-    """The optimizer of a sharded model."""
+    """The optimizer of a sharded model.
 
-    def __init__(self, strategy: Holder, optimizer: Any, model: nn.Module, index: int = 0) -> None:
-        super().__init__(strategy, "optimizer", OPTIMIZER_NAME, index)
+    Args:
+        stages: The ranks whose optimizers hold the parameters of other stages of a pipeline, written together.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        model: nn.Module,
+        index: int = 0,
+        *,
+        full: bool = False,
+        stages: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__("optimizer", OPTIMIZER_NAME, index, full=full)
         self.optimizer = optimizer
         self.model = model
+        self.stages = stages
 
-    def state(self) -> dict[str, Any]:
-        return optimizer_state(self.model, self.optimizer)
+    def state(self) -> StateDict:
+        state = optimizer_state(self.model, self.optimizer)
+        if self.stages is not None:  # groups name the parameters of all stages
+            found: list[Any] = [None] * self.stages.size()
+            dist.all_gather_object(found, [group["params"] for group in state["param_groups"]], group=self.stages)
+            for place, group in enumerate(state["param_groups"]):
+                group["params"] = [name for stage in found for name in stage[place]]
+        return state
 
-    def copied(self, state: dict[str, Any], copy: Callable[[Any], _Snapshot]) -> _Snapshot | Later:
-        promise: _Snapshot | Later = copied_before_step(self.optimizer, state, self.name, copy)
+    def copied(self, state: StateDict, copy: Callable[[Any], _ShardedSnapshot]) -> _ShardedSnapshot | Later:
+        promise: _ShardedSnapshot | Later = copied_before_step(self.optimizer, state, self.name, copy)
         return promise
 
     def restore(self, payload: Any) -> None:
-        load_optimizer_state(self.model, self.optimizer, payload)
+        load_optimizer_state(self.model, self.optimizer, payload, is_stage=self.stages is not None)
 
 
-def whole(state: Any, *, keep: bool) -> Any:
-    """Return a nested state with every split tensor whole, one after another, on the ranks that keep it."""
-    if isinstance(state, Mapping):
-        return {name: whole(value, keep=keep) for name, value in state.items()}
-    if isinstance(state, list):
-        return [whole(value, keep=keep) for value in state]
-    if not isinstance(state, torch.Tensor):
-        return state
-    full = getattr(state, "full_tensor", None)
-    tensor = (full() if full is not None else state).detach()
-    return tensor.cpu() if keep else torch.empty(0)
+def sharded_parts(prepared: Prepared, *, full: bool = False, stages: dist.ProcessGroup | None = None) -> list[Part]:
+    """Return the parts of models and optimizers that all ranks write together.
+
+    Args:
+        full: Write full states instead of shards.
+        stages: The ranks that hold the other stages of a pipeline.
+    """
+    parts: list[Part] = [ShardedModelPart(model, i, full=full) for i, model in enumerate(prepared.models)]
+    for i, optimizer in enumerate(prepared.optimizers):
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = (model for model in prepared.models if any(id(item) in trained for item in model.parameters()))
+        parts.append(ShardedOptimizerPart(optimizer, next(owners, prepared.models[0]), i, full=full, stages=stages))
+    return parts
 
 
-def _copy(state: Any) -> Any:
+def _host_copy(state: Any) -> Any:
     """Return a nested state with copies of its tensors in host memory, split ones still split."""
     if isinstance(state, dict):
-        return {name: _copy(value) for name, value in state.items()}
+        return {name: _host_copy(value) for name, value in state.items()}
     if isinstance(state, torch.Tensor) and hasattr(state, "full_tensor"):
         return state.detach().to("cpu", copy=True)
     return host_copy(state)
-
-
-def _own_group() -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return group

@@ -1,22 +1,41 @@
-"""Automatic mixed precision in float16 or bfloat16, on any device."""
+"""The number formats: full precision, and autocast to a half precision on any device."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import convert_to_fp32
 from accelerate.config.plugins.training import AutocastKwargs, GradScalerKwargs
 from accelerate.devices.base import DeviceBackend
-from accelerate.precision.base import Precision
 from accelerate.precision.scaler import SharedGradScaler
+from accelerate.runtime import current
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+class Precision:
+    """Run in the dtype that the program chose: no context, no scaler, nothing wrapped."""
+
+    name = "no"
+    scaler: torch.amp.GradScaler | None = None
+    native_amp = False
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """Return the context in which a forward pass runs."""
+        return nullcontext()
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Make every forward pass of `model` run in the context; returns the same model."""
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients of `loss`."""
+        loss.backward(**kwargs)
 
 
 class AutocastForward:
@@ -57,14 +76,15 @@ class MixedPrecision(Precision):
     """
 
     native_amp = True
+    dtype: torch.dtype
 
     def __init__(
         self, name: str, backend: DeviceBackend, autocast: AutocastKwargs | None, scaler: GradScalerKwargs | None
     ) -> None:
         self.name = name
-        self.dtype = _DTYPES[name]
         self.device_type = backend.type
-        dtype_name = str(self.dtype).removeprefix("torch.")
+        dtype_name = {"fp16": "float16", "bf16": "bfloat16"}[name]
+        self.dtype = getattr(torch, dtype_name)
         if not backend.supports_autocast(dtype_name):
             raise ConfigurationError(
                 f"mixed_precision={name!r} was asked for, but {backend.type!r} devices here cannot compute in "
@@ -98,3 +118,46 @@ class MixedPrecision(Precision):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
+
+
+FORMATS: dict[str, Callable[[DeviceBackend, AutocastKwargs | None, GradScalerKwargs | None], Precision]] = {
+    "no": lambda backend, autocast, scaler: Precision(),
+    "fp16": functools.partial(MixedPrecision, "fp16"),
+    "bf16": functools.partial(MixedPrecision, "bf16"),
+}
+
+
+def make(
+    name: str, backend: DeviceBackend, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+) -> Precision:
+    """Make the number format called `name` for one kind of hardware.
+
+    Raises:
+        ConfigurationError: If no such format is registered or the hardware lacks it.
+    """
+    if name not in FORMATS:
+        raise ConfigurationError(
+            f"mixed_precision={name!r} has no implementation in this installation. "
+            f"Write one of {', '.join(sorted(FORMATS))}."
+        )
+    return FORMATS[name](backend, autocast, scaler)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a gradient scaler for the device of this process.
+
+    Args:
+        distributed_type: Accepted for compatibility; the device decides.
+        **kwargs: Options of `torch.amp.GradScaler`.
+    """
+    return SharedGradScaler(current.runtime().device.type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Return the autocast context of the run's number format, or nothing where `native_amp` is False."""
+    if not native_amp:
+        return nullcontext()
+    name = current.ACCELERATOR.get("_mixed_precision", "no")
+    return make(name, current.runtime().backend, autocast_kwargs, GradScalerKwargs()).autocast()

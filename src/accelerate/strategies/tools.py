@@ -1,0 +1,169 @@
+"""What strategies share whose ranks hold parts of tensors: gather, clip and scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds: all of a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor; every rank that holds a part of it calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def split_like(tensor: torch.Tensor, pattern: torch.Tensor | None, axes: Sequence[str] | None = None) -> torch.Tensor:
+    """Return this rank's part of a full tensor that all ranks have, split as another tensor is.
+
+    Args:
+        axes: The axes of the pattern's mesh along which it is split; by default all.
+    """
+    if not isinstance(pattern, DTensor):
+        return tensor
+    mesh, placements = pattern.device_mesh, pattern.placements
+    if axes is not None:
+        names = mesh.mesh_dim_names or ()
+        kept = [index for index, name in enumerate(names) if name in axes]
+        if not kept:
+            return tensor
+        mesh, placements = mesh[tuple(names[index] for index in kept)], tuple(placements[index] for index in kept)
+    return distribute_tensor(tensor.to(pattern.device), mesh, placements, src_data_rank=None)
+
+
+def split_groups(tensor: torch.Tensor) -> Groups:
+    """Return the groups of ranks over which a tensor is split."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    placements = enumerate(tensor.placements)
+    # A tensor that is split twice along one dimension has a placement that is no plain shard.
+    return tuple(tensor.device_mesh.get_group(axis) for axis, placement in placements if not placement.is_replicate())
+
+
+def gather_full(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """Return a nested state with every tensor full and on the CPU; all ranks take part, and those that keep none get none.
+
+    One tensor is gathered at a time, so that no rank holds more than one beyond what it keeps. What is one tensor under
+    several names stays one.
+    """
+    gathered: dict[int, Any] = {}
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: gather(entry) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [gather(entry) for entry in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in gathered:
+            tensor = _full_at_rank0(value) if hasattr(value, "local_shards") else full(value)
+            gathered[id(value)] = tensor.detach().cpu() if keep else None
+        return gathered[id(value)]
+
+    found: dict[str, Any] = gather(state)
+    return found if keep else {}
+
+
+def _full_at_rank0(tensor: Any) -> torch.Tensor:
+    """Return all of torch's old ShardedTensor, which FSDP 1 makes without a mesh, on rank 0; anything on the others."""
+    if dist.get_rank() != 0:
+        tensor.gather(0)
+        return torch.empty(0)
+    found = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.local_shards()[0].tensor.device)
+    tensor.gather(0, found)
+    return found
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the name in the user's model of every parameter, by identity."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    return {id(parameter): plain_name(name) for name, parameter in inner.named_parameters()}
+
+
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply this rank's part of the gradients that are there by `factor`."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Limit each element of this rank's part of the gradients."""
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).clamp_(min=-clip_value, max=clip_value)
+
+
+@dataclass
+class _SplitAlike:
+    """The gradients that are split over the same ranks."""
+
+    dtype: torch.dtype = torch.float32
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    *,
+    groups_of: Callable[[torch.Tensor], Groups] = split_groups,
+    stages: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Scale gradients down so that the norm of the whole model is at most `max_norm`, and return the norm they had.
+
+    A rank that holds nothing of a gradient still takes part in the sum.
+
+    Args:
+        parameters: Parameters of this rank, split over ranks in different ways or not at all.
+        device: Where the groups' tensors lie.
+        groups_of: Returns the groups of ranks over which the gradient of a parameter is split.
+        stages: The ranks that hold other layers of the same model.
+    """
+    families: dict[Groups, _SplitAlike] = {}
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        family = families.setdefault(groups_of(parameter), _SplitAlike())
+        family.dtype = torch.promote_types(family.dtype, parameter.dtype)
+        if parameter.grad is not None:
+            family.parts.append(local(parameter.grad))
+    is_largest = math.isinf(norm_type)
+    operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+    powers = []
+    for groups, family in families.items():
+        power = torch.zeros((), dtype=family.dtype, device=device)
+        filled = [part for part in family.parts if part.numel()]
+        if filled:
+            norms = torch.stack([norm.to(device, family.dtype) for norm in torch._foreach_norm(filled, norm_type)])
+            power = torch.linalg.vector_norm(norms, norm_type)
+            power = power if is_largest else power**norm_type
+        for group in groups:
+            dist.all_reduce(power, op=operation, group=group)
+        powers.append(power)
+    joined = torch.stack([power.to(powers[0].dtype) for power in powers]) if powers else torch.zeros(1, device=device)
+    total = joined.max() if is_largest else joined.sum()
+    if stages is not None:
+        dist.all_reduce(total, op=operation, group=stages)
+    total = total if is_largest else total ** (1.0 / norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for family in families.values():
+        for part in family.parts:
+            by_device.setdefault(part.device, []).append(part)
+    for place, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(place))
+    return total
