@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -47,6 +48,12 @@ def leaked_variables(before: dict[str, str]) -> list[str]:
     os.environ.update(before)
     own = [name for name in changed if not name.startswith(FOREIGN_VARIABLES)]
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in own]
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of garbage collection: many tests collect, and would search all of them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

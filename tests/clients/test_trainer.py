@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.processes import run_script, script_environment
+from tests.support.processes import run_script, run_warm_script, script_environment
 
 pytest.importorskip("transformers")
 
@@ -31,6 +31,7 @@ class Runs:
 
 
 def launch(world_size: int, arguments: Sequence[str]) -> None:
+    """Start the script as a user does: by python or by torchrun."""
     if world_size == 1:
         finished = subprocess.run(
             [sys.executable, str(SCRIPT), *arguments],
@@ -50,7 +51,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     world_size: int = request.param
     folder = tmp_path_factory.mktemp("trainer")
     launch(world_size, [str(folder)])
-    launch(world_size, [str(folder), "--resume"])
+    from transformers import Trainer  # noqa: F401 - loaded for the processes that are forked next
+
+    run_warm_script(SCRIPT, world_size, [str(folder), "--resume"])
 
     def read(stage: str) -> list[dict[str, Any]]:
         return [json.loads((folder / f"{stage}-{rank}.json").read_text()) for rank in range(world_size)]

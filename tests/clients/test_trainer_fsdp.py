@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.support.processes import run_script
+from tests.support.processes import run_warm_script
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.clients, pytest.mark.multiprocess]
@@ -32,11 +32,12 @@ class Runs:
 
 @pytest.fixture(scope="module", params=[(1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT")], ids=["FSDP 1", "FSDP 2"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    from transformers import Trainer  # noqa: F401 - loaded for the processes that are forked next
+
     version, kind = request.param
     folder = tmp_path_factory.mktemp("trainer")
     for stage in ((), ("--resume",)):
-        finished = run_script(SCRIPT, 2, [str(folder), "--version", str(version), "--kind", kind, *stage])
-        assert finished.returncode == 0, finished.stderr[-6000:]
+        run_warm_script(SCRIPT, 2, [str(folder), "--version", str(version), "--kind", kind, *stage])
 
     def read(stage: str) -> list[dict[str, Any]]:
         return [json.loads((folder / f"{stage}-{rank}.json").read_text()) for rank in range(2)]

@@ -1,4 +1,8 @@
-"""Every example runs by python and by torchrun, and says the same where the API promises the same."""
+"""Every example runs on one process and on two, and says the same where the API promises the same.
+
+The twins are started by python and by torchrun as a user does it. The others run in processes that are forked from this
+one, which has loaded what they import.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.support.processes import ROOT, run_script, script_environment
+import sklearn.datasets
+import sklearn.model_selection  # noqa: F401 - loaded for the examples
+from tests.support.processes import ROOT, run_script, run_warm_script, script_environment
 
 EXAMPLES = ROOT / "examples"
 LAUNCHES = [1, 2]
 
 
 def run_example(name: str, world_size: int, *arguments: str) -> str:
+    """Run an example in processes that start at once and return its only lines of output."""
+    return run_warm_script(EXAMPLES / f"{name}.py", world_size, arguments)
+
+
+def start_example(name: str, world_size: int, *arguments: str) -> str:
     """Run an example by python or by torchrun and return its only lines of output."""
     script = EXAMPLES / f"{name}.py"
     finished = (
@@ -53,9 +64,9 @@ def test_the_twins_differ_by_a_few_lines() -> None:
 
 def test_the_twins_agree_on_one_process_and_both_learn_on_two() -> None:
     pattern = r"accuracy ([\d.]+) on (\d+) images"
-    plain = numbers(pattern, run_example("plain", 1, "--epochs", "3"))
-    one = numbers(pattern, run_example("accelerated", 1, "--epochs", "3"))
-    two = numbers(pattern, run_example("accelerated", 2, "--epochs", "3"))
+    plain = numbers(pattern, start_example("plain", 1, "--epochs", "3"))
+    one = numbers(pattern, start_example("accelerated", 1, "--epochs", "3"))
+    two = numbers(pattern, start_example("accelerated", 2, "--epochs", "3"))
     assert one[1] == two[1] == plain[1] == 360
     assert one[0] == pytest.approx(plain[0], abs=0.03)
     assert min(plain[0], one[0], two[0]) > 0.85

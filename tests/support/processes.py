@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import importlib
+import logging
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,7 +18,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,6 +33,7 @@ from accelerate.devices.machine import get_free_port
 
 T = TypeVar("T")
 
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_FOR_THE_OTHERS = 2.0
 # Not SIGUSR1: the library listens for that one, and puts back what Python knows of, which a fault handler is not.
@@ -56,12 +63,22 @@ def run_group(
     Raises:
         ProcessGroupFailure: with the traceback of the ranks that failed, the first failure first.
     """
+    if start_method == "fork":
+        _preload()
     members = _start(function, args, world_size, dict(env or {}), start_method)
     try:
         return _collect(members, timeout)
     finally:
         for member in members:
             member.close()
+
+
+@cache
+def _preload() -> None:
+    """Import once what nearly every group needs: its processes inherit it, and each would take a second for it."""
+    for name in ("torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"):
+        importlib.import_module(name)
+    importlib.import_module("accelerate.strategies.registry").all_strategies()
 
 
 def run_script(
@@ -81,6 +98,60 @@ def run_script(
         return subprocess.run(
             command, env=script_environment(env), timeout=timeout, capture_output=True, text=True, check=False
         )
+
+
+def run_warm_script(
+    path: str | Path,
+    world_size: int,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600,
+) -> str:
+    """Run a script in processes forked from this one, and return what they wrote to stdout, in rank order.
+
+    What this process has imported need not be loaded again: most of the time of a small script. The script sees what it
+    would see under torchrun, and one process what it would see under python.
+
+    Raises:
+        ProcessGroupFailure: A process raised or ended with another code than 0; its stderr is part of the message.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run_group(_run_as_main, world_size, Path(path), list(args), Path(folder), env=env, timeout=timeout)
+        return "".join(Path(folder, f"{rank}.out").read_text() for rank in range(world_size))
+
+
+def _run_as_main(path: Path, args: list[str], folder: Path) -> None:
+    rank = os.environ["RANK"]
+    os.environ.update(script_environment())
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    _forget_the_test_runner()
+    sys.argv = [str(path), *args]
+    sys.path.insert(0, str(path.parent))
+    with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w+") as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        code: object = None
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+            finally:
+                atexit._run_exitfuncs()
+        if code not in (None, 0):
+            err.seek(0)
+            raise RuntimeError(f"{path.name} ended with {code!r}\n{err.read()[-6000:]}")
+
+
+def _forget_the_test_runner() -> None:
+    """Give a forked process the exit handlers, log handlers and warning filters of a fresh one."""
+    atexit._clear()
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def script_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -156,6 +227,8 @@ def _member_main(
     connection: Connection, stack_file: str, env: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     os.environ.update(env)
+    # What was inherited is not garbage of this process: each collection would search hundreds of thousands of objects.
+    gc.freeze()
     # The thread pool of a forked parent does not exist in the child: an OpenMP region there would wait for ever.
     torch.set_num_threads(1)
     with open(stack_file, "w") as stream:

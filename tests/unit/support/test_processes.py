@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.processes import ROOT, ProcessGroupFailure, run_group, run_script, script_environment
+from tests.support.processes import (
+    ROOT,
+    ProcessGroupFailure,
+    run_group,
+    run_script,
+    run_warm_script,
+    script_environment,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -53,6 +60,41 @@ def test_a_script_runs_under_torchrun() -> None:
     result = run_script(source, 2, ["argument"], env={"X": "y"})
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.split("\n")) == ["", "rank 0 argument y", "rank 1 argument y"]
+
+
+SCRIPT = """
+import atexit, os, sys, warnings
+atexit.register(print, "end of", os.environ.get("RANK"))
+assert __name__ == "__main__"
+warnings.warn("no error here", DeprecationWarning)
+print(sys.argv[1:], sys.path[0] == os.path.dirname(__file__), os.environ.get("X"), os.environ.get("WORLD_SIZE"))
+print("aside", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+def test_a_warm_script_sees_what_it_sees_under_torchrun(script: Path) -> None:
+    output = run_warm_script(script, 2, ["0", "word"], env={"X": "y"})
+    assert output == "".join(f"['0', 'word'] True y 2\nend of {rank}\n" for rank in range(2))
+    assert sys.argv[0] != str(script)
+
+
+def test_a_warm_script_alone_sees_what_it_sees_under_python(script: Path) -> None:
+    assert run_warm_script(script, 1, ["0"]) == "['0'] True None None\nend of None\n"
+
+
+def test_a_warm_script_that_fails_is_shown_with_its_stderr(script: Path) -> None:
+    with pytest.raises(ProcessGroupFailure, match=r"script.py ended with 3\n(.*\n)*aside"):
+        run_warm_script(script, 2, ["3"])
+    with pytest.raises(ProcessGroupFailure, match="ValueError: invalid literal"):
+        run_warm_script(script, 1, ["word"])
 
 
 LEAKING = """
