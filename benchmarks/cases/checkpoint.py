@@ -154,7 +154,7 @@ def prepared_loader() -> tuple[Any, Any]:
 
 
 def measure_resume(folder: Path) -> tuple[dict[str, list[float]], int]:
-    from accelerate.data_loader.position import Position
+    from accelerate.data_loader import Position
 
     accelerator, loader = prepared_loader()
     loader.seek(Position(0, 2 * BATCHES))

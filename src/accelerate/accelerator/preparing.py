@@ -178,7 +178,7 @@ class PreparingMixin:
 
     def _check_loader(self, loader: Any) -> None:
         if self.dataloader_config.split_batches and self.global_batch_size is None:
-            from accelerate.data_loader.sharding import check_splittable
+            from accelerate.data_loader.samplers import check_splittable
 
             check_splittable(getattr(loader, "batch_size", None), self.strategy.data_shard()[1])
 

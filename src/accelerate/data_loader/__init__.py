@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.adapter import _PYTORCH_DATALOADER_KWARGS, DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.iterables import IterableDatasetShard
-from accelerate.data_loader.parts import _PYTORCH_DATALOADER_KWARGS, get_sampler
+from accelerate.data_loader.loader import DataLoaderShard, SkipDataLoader, skip_first_batches
+from accelerate.data_loader.order import SeedableRandomSampler
 from accelerate.data_loader.plan import MicroBatch, Share
-from accelerate.data_loader.position import Position
 from accelerate.data_loader.prepare import prepare_data_loader
-from accelerate.data_loader.samplers import SeedableRandomSampler
-from accelerate.data_loader.shard_loader import DataLoaderShard
-from accelerate.data_loader.sharding import BatchSamplerShard, SkipBatchSampler
-from accelerate.data_loader.skip import SkipDataLoader, skip_first_batches
+from accelerate.data_loader.progress import Position
+from accelerate.data_loader.samplers import BatchSamplerShard, SkipBatchSampler, get_sampler
 
 __all__ = [
     "_PYTORCH_DATALOADER_KWARGS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,17 +12,51 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import require
 from accelerate._base.helpers import warn_once
-from accelerate.data_loader.ledgers import Ledger
-from accelerate.data_loader.own_place import keeps_its_place, whole_dataset
-from accelerate.data_loader.parts import get_sampler, nested_samplers, set_sampler, stateful_class
+from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
+from accelerate.data_loader.order import EpochOrder, EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
-from accelerate.data_loader.position import Position, Trail
-from accelerate.data_loader.recognise import is_hf_iterable
-from accelerate.data_loader.samplers import EpochSeed
+from accelerate.data_loader.progress import EpochProgress, Position, ResumePoint
+from accelerate.data_loader.samplers import get_sampler, nested_samplers, set_sampler
 from accelerate.runtime.gradient_clock import GradientState
 
+_PYTORCH_DATALOADER_KWARGS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader.__init__).parameters.items()
+    if name not in ("self", "dataset")
+}
+"""The arguments of `DataLoader` and their defaults."""
+
 _OWN_STATE = "_accelerate"
+
+
+def stateful_class() -> type[Any]:
+    """Return torchdata's loader that can save its state.
+
+    Raises:
+        MissingPackageError: (an ImportError) if torchdata is not installed.
+    """
+    require("torchdata", why="use_stateful_dataloader=True saves the state of a loader with it")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    found: type[Any] = StatefulDataLoader
+    return found
+
+
+def as_stateful(loader: Any) -> Any:
+    """Return torchdata's stateful loader with the options of `loader`."""
+    cls = stateful_class()
+    if isinstance(loader, cls):
+        return loader
+    left_out = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+    if loader.num_workers == 0:
+        left_out |= {"prefetch_factor", "persistent_workers", "timeout"}
+    accepted = _PYTORCH_DATALOADER_KWARGS.keys() & inspect.signature(cls.__init__).parameters.keys()
+    stateful = cls(loader.dataset, **{name: getattr(loader, name) for name in accepted - left_out})
+    for name in ("batch_sampler", "sampler", "batch_size", "drop_last"):
+        stateful.__dict__[name] = loader.__dict__[name]
+    return stateful
 
 
 class DataLoaderStateMixin:
@@ -30,11 +65,6 @@ class DataLoaderStateMixin:
     end_of_dataloader: bool = False
     remainder: int = -1
     _drop_last: bool = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.end_of_dataloader = False
-        cls.remainder = -1
 
     def reset(self) -> None:
         """Put the flags back to what they are before a pass."""
@@ -72,32 +102,41 @@ class DataLoaderAdapter:
 
     base_dataloader: Any
     use_stateful_dataloader: bool
+    dl_state_dict: dict[str, Any] | None
+    """The state of torchdata's loader behind the batch at hand."""
+    iteration: int = 0
+    """Number of the epoch at hand, of the next one outside of loops."""
+    epoch_progress: EpochProgress | None
+    """The count of the pass at hand, of the last one outside of loops; None before the first."""
+    trains: bool = False
+    """Whether an optimizer has stepped inside a loop over this loader."""
+    skipped_from: DataLoaderAdapter | None
+    """The loader whose first batches this one leaves out."""
+    split_elsewhere: int = 0
+    """Among how many processes the data was divided before it came to prepare, 0 if it was not."""
+    _batches_per_step: int = 1
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
-        cls = stateful_class() if use_stateful_dataloader else DataLoader
-        self._wrap(cls(dataset, batch_sampler=batch_sampler, **kwargs), use_stateful_dataloader)
-
-    def _wrap(self, base: Any, use_stateful_dataloader: bool = False) -> None:
+        base = kwargs.pop("_base_dataloader", None)  # a loader as it is, instead of a dataset
+        if base is None:
+            cls = stateful_class() if use_stateful_dataloader else DataLoader
+            base = cls(dataset, batch_sampler=batch_sampler, **kwargs)
         self.base_dataloader = base
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.dl_state_dict: dict[str, Any] | None = None
-        self._ledger: Ledger | None = None
-        self._seeds: list[EpochSeed] = []
-        self._pending: Position | None = None
-        self._pending_trail = Trail()
-        self._inner_is_pending = False
-        self._inner_counts = True
-        self._dataset_state: Any = None
+        self.dl_state_dict = None
+        self.epoch_progress = None
+        self.skipped_from = None
+        # Reads the rest of this loader's epoch, from the start of its pass until the end.
+        self._continued_by: DataLoaderAdapter | None = None
+        # Where the next pass starts, if not at the beginning of its epoch.
+        self._resume: ResumePoint | None = None
+        self._skips_to_restored = False
+        self._continues_epoch = False
         self._dataset_was_placed = False
-        self._taken = 0
-        self._resumed_batches = 0
-        self._resumed_samples = 0
-        self._finished = True
-        self._origin: Any = None
-        self._stand_in: Any = None
-        self._fresh_after_break = False
+        self._seeds: list[EpochSeed] = []
+        self._reshuffles_after_break = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -114,37 +153,48 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), {**self.__dict__, "_stand_in": None})
+        return _rebuild, (type(self), {**self.__dict__, "_continued_by": None})
 
-    iteration: int = 0
-    _batches_per_step: int = 1
-    trains: bool = False
-    """Whether an optimizer has stepped inside a loop over this loader."""
-    _skips_to_restored: bool = False
-    _is_rest: bool = False
+    def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
+        """Take the seeds that fix the order of each epoch, to save and restore them.
+
+        Args:
+            reshuffles_after_break: Whether a pass that was left early is followed by another order.
+        """
+        self._seeds = seeds
+        self._reshuffles_after_break = bool(seeds) and reshuffles_after_break
+
+    def get_sampler(self) -> Any:
+        """Return the sampler that gives the order."""
+        return get_sampler(self.base_dataloader)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler that gives the order."""
+        set_sampler(self.base_dataloader, sampler)
 
     @property
     def share(self) -> Share:
         """Rows of this process's batch, padding included, and how many of the leading ones are real samples."""
-        return self._ledger.share(self._taken) if self._ledger and self._taken else UNKNOWN_SHARE
+        return UNKNOWN_SHARE if self.epoch_progress is None else self.epoch_progress.share
 
     @property
     def microbatch(self) -> MicroBatch | None:
-        """The batch's part in its window of `global_batch_size` samples, None without one."""
-        return self._ledger.micro_batch(self._taken) if self._ledger and self._taken else None
+        """The batch's part in its global batch of `global_batch_size` samples, None without one."""
+        return None if self.epoch_progress is None else self.epoch_progress.micro_batch
 
     @property
     def position(self) -> Position:
         """Where the loader stands: the epoch, and the global samples of it that were handed out."""
-        if self._stand_in is not None:
-            return cast("Position", self._stand_in.position)
-        if self._pending is not None:
-            return self._pending
-        if self._finished or self._ledger is None:
+        if self._continued_by is not None:
+            return self._continued_by.position
+        if self._resume is not None:
+            return self._resume.position
+        progress = self.epoch_progress
+        if progress is None or progress.is_finished:
             return Position(self.iteration, 0)
         if getattr(self, "end_of_dataloader", False):
             return Position(self.iteration + 1, 0)
-        return Position(self.iteration, self._ledger.consumed(self._taken))
+        return Position(self.iteration, progress.consumed)
 
     def seek(self, position: Position, unit: int = 0) -> None:
         """Make the next iteration start at a position, on whatever number of processes it was reached.
@@ -160,53 +210,70 @@ class DataLoaderAdapter:
             raise ConfigurationError(
                 f"seek was given {position!r}: a position cannot be negative; pass one that `loader.position` returned"
             )
-        self._go_to(position, Trail(unit))
+        self._go_to(ResumePoint(position.epoch, position.samples, unit))
 
-    def _go_to(self, position: Position, trail: Trail) -> None:
-        self._forget_pending()
-        self.iteration = position.epoch
-        self._pending, self._pending_trail = position, trail
-        self._finished = True
+    def _go_to(self, point: ResumePoint) -> None:
+        self._forget_resume()
+        self.iteration = point.epoch
+        self._resume = point
+        self._finish()
 
-    def _forget_pending(self) -> None:
+    def _forget_resume(self) -> None:
         """Let the next iteration start at the beginning of its epoch, whatever was restored."""
-        self._stand_in = None
-        if self._inner_is_pending and hasattr(self.base_dataloader, "next_iter_state"):
+        self._continued_by = None
+        goes_there = self._resume is not None and self._resume.is_reached_by_torchdata
+        if goes_there and hasattr(self.base_dataloader, "next_iter_state"):
             self.base_dataloader.next_iter_state = None  # torchdata's only way back
-        self._pending, self._pending_trail, self._inner_is_pending = None, Trail(), False
-        self._resumed_batches, self._resumed_samples = 0, 0
+        self._resume = None
+
+    def _finish(self) -> None:
+        if self.epoch_progress is not None:
+            self.epoch_progress.is_finished = True
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, and tell samplers and dataset."""
-        if self._pending is not None and self._pending.epoch != epoch:
-            self._forget_pending()
-        if self._stand_in is not None and self._stand_in.iteration != epoch:
-            self._stand_in = None
+        if self._resume is not None and self._resume.epoch != epoch:
+            self._forget_resume()
+        if self._continued_by is not None and self._continued_by.iteration != epoch:
+            self._continued_by = None
         self.iteration = epoch
-        if not self._is_running:
-            self._finished = True
-        self._forward_epoch(epoch)
+        if not any(loader is self for loader in GradientState().dataloader_references):
+            self._finish()
+        self._forward_epoch()
 
-    @property
-    def _is_running(self) -> bool:
-        return any(loader is self for loader in GradientState().dataloader_references)
-
-    def _forward_epoch(self, epoch: int) -> None:
-        for part in nested_samplers(self.base_dataloader):
+    def _forward_epoch(self) -> None:
+        for part in (*nested_samplers(self.base_dataloader), getattr(self.base_dataloader, "dataset", None)):
             if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
-        dataset = getattr(self.base_dataloader, "dataset", None)
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)  # type: ignore[union-attr]
+                part.set_epoch(self.iteration)
 
     @property
     def _goes_on(self) -> bool:
         """Whether the next pass is the rest of one that was stopped inside its epoch."""
-        return self._skips_to_restored or (self._pending is not None and self._pending.samples > 0)
+        return self._skips_to_restored or (self._resume is not None and self._resume.samples > 0)
+
+    def _begin_pass(self) -> ResumePoint:
+        """Return where a pass that begins now starts."""
+        point, last = self._resume, self.epoch_progress
+        self._continues_epoch = self._goes_on
+        if point is not None:
+            self.iteration = point.epoch
+        elif self._reshuffles_after_break and last is not None and not last.is_finished:
+            # As a plain loader does, shuffle anew although the last pass was left early.
+            self.iteration += 1
+        self._resume = self._continued_by = None
+        if self.skipped_from is not None:
+            self.skipped_from._continued_by = self
+        return point or ResumePoint(self.iteration)
+
+    def _start_progress(self, progress: EpochProgress, point: ResumePoint) -> None:
+        self.epoch_progress = progress
+        # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
+        is_resumed_again = self._num_readers > 0 and point.batches > 0
+        progress.torchdata_counts = point.start == 0 and not is_resumed_again and self.skipped_from is None
 
     def _start_reading(self, loader: Any) -> Iterator[Any]:
         """Begin to read; the rest of a pass draws no seed from torch's generator, because its beginning has done so."""
-        if not self._is_rest:
+        if not self._continues_epoch:
             return iter(loader)
         before = torch.get_rng_state()
         try:
@@ -214,38 +281,13 @@ class DataLoaderAdapter:
         finally:
             torch.set_rng_state(before)
 
-    def _take_start(self) -> tuple[int, Trail]:
-        """Return (samples to start after, how they were reached) for a pass that begins now."""
-        self._is_rest = self._goes_on
-        start, trail = 0, Trail()
-        if self._pending is not None:
-            self.iteration, trail = self._pending.epoch, self._pending_trail
-            start = 0 if self._inner_is_pending else self._pending.samples
-        elif self._fresh_after_break and not self._finished:
-            # As a plain loader does, shuffle anew although the last pass was left early.
-            self.iteration += 1
-        # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
-        self._inner_counts = start == 0 and not (self._num_readers and self._resumed_batches)
-        self._stand_in = None
-        if self._origin is not None:
-            self._inner_counts = False
-            self._origin._stand_in = self
-        if not self._inner_is_pending:
-            self._resumed_batches, self._resumed_samples = 0, 0
-        self._pending, self._inner_is_pending, self._dataset_state = None, False, None
-        if self._ledger is not None:
-            # The notes of a sampler are about its last pass only.
-            self._ledger.final = self._ledger.consumed(self._taken)
-        self._taken, self._finished = 0, False
-        return start, trail
-
-    def _place_dataset(self, trail: Trail) -> bool:
-        """Put a dataset that saves its own place where the trail ended; return whether that was possible."""
+    def _place_dataset(self, point: ResumePoint) -> bool:
+        """Put a dataset that saves its own state where it was saved; return whether that was possible."""
         base = self.base_dataloader
-        can = trail.dataset is not None and keeps_its_place(base)
+        can = point.dataset is not None and saves_its_state(base)
         if can:
-            whole_dataset(base).load_state_dict(trail.dataset)
-        elif self._dataset_was_placed and is_hf_iterable(whole_dataset(base)):
+            whole_dataset(base).load_state_dict(point.dataset)
+        elif self._dataset_was_placed and is_hf_dataset(whole_dataset(base), "IterableDataset"):
             # It would begin there again whenever it is asked for the same epoch.
             whole_dataset(base).load_state_dict(None)
         self._dataset_was_placed = can
@@ -254,61 +296,109 @@ class DataLoaderAdapter:
     def _complete(self) -> None:
         """Count a pass that was read to its end."""
         self.iteration += 1
-        self._finished = True
-        origin = self._origin
-        if origin is not None and origin._stand_in is self:
-            origin._stand_in = None
-        if origin is not None and origin.iteration < self.iteration:
-            origin.iteration = self.iteration
-            origin._finished = True
-
-    def get_sampler(self) -> Any:
-        """Return the sampler that gives the order."""
-        return get_sampler(self.base_dataloader)
-
-    def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that gives the order."""
-        set_sampler(self.base_dataloader, sampler)
+        self._finish()
+        whole = self.skipped_from
+        if whole is not None and whole._continued_by is self:
+            whole._continued_by = None
+        if whole is not None and whole.iteration < self.iteration:
+            whole.iteration = self.iteration
+            whole._finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resumes this loader after the batch at hand, although the next one may be read already."""
-        if self._stand_in is not None:
-            return cast("dict[str, Any]", self._stand_in.state_dict())
-        position = self.position
-        own = self._beginning(position)
-        own["samples"] = position.samples
-        own |= self._trail(position).state_dict()
+        if self._continued_by is not None:
+            return self._continued_by.state_dict()
+        point = self._resume_point()
+        own = {**point.state_dict(), "base_seeds": [seed.base for seed in self._seeds]}
         if not self._has_stateful_base:
             return own
         inner = self.dl_state_dict
         if inner is None:
             inner = self.base_dataloader.state_dict()
-        own["layout"] = self._layout if self._inner_counts else []
-        own["batches"] = self._resumed_batches + self._taken if position.samples else 0
+        own["layout"] = self._layout if point.is_reached_by_torchdata else []
+        own["batches"] = point.batches
         return {**inner, _OWN_STATE: own}
 
     def beginning_state_dict(self) -> dict[str, Any]:
         """Return what resumes this loader at the start of its epoch, wherever it stands in it."""
-        return self._beginning(self.position)
+        return {"epoch": self.position.epoch, "samples": 0, "base_seeds": [seed.base for seed in self._seeds]}
 
-    def _beginning(self, position: Position) -> dict[str, Any]:
-        return {"epoch": position.epoch, "samples": 0, "base_seeds": [seed.base for seed in self._seeds]}
+    def _resume_point(self) -> ResumePoint:
+        """Return what a later pass needs to go on where this loader stands."""
+        if self._resume is not None:
+            return self._resume
+        if self.epoch_progress is None:
+            return ResumePoint(self.iteration, is_reached_by_torchdata=True)
+        orders = (getattr(part, "order", None) for part in nested_samplers(self.base_dataloader))
+        recorded = next((order.recorded for order in orders if isinstance(order, EpochOrder)), None)
+        return self.epoch_progress.resume_point(self.position, workers=self._num_readers, order=recorded)
 
-    def _trail(self, position: Position) -> Trail:
-        if self._pending is not None:
-            return self._pending_trail
-        if self._ledger is None or position.samples == 0:
-            return Trail(0 if self._ledger is None else self._ledger.unit)
-        trail = self._ledger.trail(self._taken)
-        is_exact = self._ledger.is_boundary(self._taken)
-        return replace(trail, workers=self._num_readers, dataset=self._dataset_state if is_exact else None)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume where `state_dict` was taken; the next iteration gives the next batch.
+
+        Raises:
+            ConfigurationError: (a ValueError) if the state was saved by torchdata's loader alone, and this one is not.
+        """
+        own = state_dict.get(_OWN_STATE, state_dict)
+        inner = {} if own is state_dict else {name: state_dict[name] for name in state_dict if name != _OWN_STATE}
+        if "epoch" not in own:
+            if not self._has_stateful_base:
+                raise ConfigurationError(
+                    f"load_state_dict was given the keys {sorted(state_dict)!r}, which torchdata's StatefulDataLoader "
+                    "writes: they say nothing of samples; prepare the loader with use_stateful_dataloader=True"
+                )
+            own, inner = {}, state_dict
+        for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
+            if base is not None:
+                seed.restore(base)
+        point = ResumePoint.from_state_dict(own, self.iteration)
+        if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
+            self._go_to(replace(point, batches=own.get("batches", 0), is_reached_by_torchdata=True))
+            self.dl_state_dict = inner
+            self.base_dataloader.load_state_dict(inner)
+            return
+        if point.samples:
+            self._warn_if_inexact(point)
+        self.dl_state_dict = None
+        self._go_to(point)
+
+    def _warn_if_inexact(self, point: ResumePoint) -> None:
+        """Warn if the rest of an epoch cannot be told from what was seen of it."""
+        readers = self._num_readers
+        if point.workers and readers and point.workers != readers:
+            warn_once(
+                f"This loader stopped inside an epoch that {point.workers} worker processes were reading, and goes on with "
+                f"{readers}. An iterable dataset divides its samples among its workers, so some of them may repeat or be "
+                f"missed until the epoch ends. Go on with num_workers={point.workers} to see each once."
+            )
+        total = None
+        with suppress(AttributeError, TypeError):
+            total = self.total_batch_size
+        if self.split_elsewhere and point.unit and total is not None and point.unit != total:
+            warn_once(
+                f"This loader stopped inside an epoch after steps of {point.unit} samples and goes on with steps of "
+                f"{total}, and its data was divided among the processes before it came to prepare. Which "
+                "samples were seen is then not known: some may repeat or be missed until the epoch ends. Let prepare "
+                "divide the data, or go on with the number of processes and the batch size of before."
+            )
 
     def _saves_state(self) -> Callable[[], Any] | None:
         """Return what gives the state of torchdata's loader, or of a dataset that saves its own; None if nothing does."""
         base = self.base_dataloader
         if self._has_stateful_base:
             return cast("Callable[[], Any]", base.state_dict)
-        return cast("Callable[[], Any]", whole_dataset(base).state_dict) if keeps_its_place(base) else None
+        return cast("Callable[[], Any]", whole_dataset(base).state_dict) if saves_its_state(base) else None
+
+    def _keep_state(self, state: Any, *, is_last: bool) -> None:
+        """Keep the state that was taken behind the batch at hand."""
+        if self._has_stateful_base:
+            self.dl_state_dict = {**state, "_iterator_finished": True} if is_last else state
+        elif self.epoch_progress is not None:
+            self.epoch_progress.dataset_state = state
+
+    @property
+    def _has_stateful_base(self) -> bool:
+        return hasattr(self.base_dataloader, "load_state_dict")
 
     @property
     def _num_readers(self) -> int:
@@ -320,61 +410,7 @@ class DataLoaderAdapter:
     @property
     def _layout(self) -> list[int]:
         """What the meaning of a number of batches, as torchdata saves it, depends on."""
-        size = getattr(self.base_dataloader, "batch_size", None)
-        return [size or 0]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume where `state_dict` was taken; the next iteration gives the next batch.
-
-        Raises:
-            ConfigurationError: (a ValueError) if the state was saved by torchdata's loader alone, and this one is not.
-        """
-        own = state_dict.get(_OWN_STATE, state_dict)
-        inner = (
-            {name: value for name, value in state_dict.items() if name != _OWN_STATE} if own is not state_dict else {}
-        )
-        if "epoch" not in own:
-            if not self._has_stateful_base:
-                raise ConfigurationError(
-                    f"load_state_dict was given the keys {sorted(state_dict)!r}, which torchdata's StatefulDataLoader "
-                    "writes: they say nothing of samples; prepare the loader with use_stateful_dataloader=True"
-                )
-            own, inner = {}, state_dict
-        for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
-            if base is not None:
-                seed.restore(base)
-        if not (self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout):
-            self._resume_by_samples(own)
-            return
-        self._forget_pending()
-        self.iteration = own.get("epoch", self.iteration)
-        self._pending = Position(self.iteration, own.get("samples", 0))
-        self._pending_trail = Trail.from_state_dict(own)
-        self._inner_is_pending, self._finished = True, True
-        self._resumed_samples = own.get("samples", 0)
-        self._resumed_batches = own.get("batches", 0)
-        self.dl_state_dict = inner
-        self.base_dataloader.load_state_dict(inner)
-
-    def _resume_by_samples(self, own: dict[str, Any]) -> None:
-        position, trail = Position(own["epoch"], own["samples"]), Trail.from_state_dict(own)
-        readers = self._num_readers
-        if position.samples and trail.workers and readers and trail.workers != readers:
-            warn_once(
-                f"This loader stopped inside an epoch that {trail.workers} worker processes were reading, and goes on with "
-                f"{readers}. An iterable dataset divides its samples among its workers, so some of them may repeat or be "
-                f"missed until the epoch ends. Go on with num_workers={trail.workers} to see each once."
-            )
-        self._say_if_divided_otherwise(position, trail)
-        self.dl_state_dict = None
-        self._go_to(position, trail)
-
-    def _say_if_divided_otherwise(self, position: Position, trail: Trail) -> None:
-        """Warn if somebody else divided the data, and for another number of processes."""
-
-    @property
-    def _has_stateful_base(self) -> bool:
-        return hasattr(self.base_dataloader, "load_state_dict")
+        return [getattr(self.base_dataloader, "batch_size", None) or 0]
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: states are taken before the next batch is read, so there is nothing to adjust."""

@@ -12,30 +12,21 @@ import torch
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import place_batch
 from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
-from accelerate.data_loader.assembly import Assembler, Step
-from accelerate.data_loader.channel import UNKNOWN, Header, Kind, Message, Receiver, Sender
-from accelerate.data_loader.ledgers import Ledger
-from accelerate.data_loader.packing import Parcel
-from accelerate.data_loader.parts import nested_samplers, outer_batch_sampler
-from accelerate.data_loader.plan import Share, data_shard
-from accelerate.data_loader.position import Trail
-from accelerate.data_loader.sharding import BatchSamplerShard, SkipBatchSampler
+from accelerate.data_loader.channel import (
+    UNKNOWN,
+    MessageHeader,
+    MessageKind,
+    PackedBatch,
+    ReceivingEnd,
+    SendingEnd,
+    StepMessage,
+)
+from accelerate.data_loader.loader import skipped_by_samplers
+from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, data_shard
+from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
+from accelerate.data_loader.rows import DispatchStep, StepAssembler
+from accelerate.data_loader.samplers import nested_samplers, outer_batch_sampler
 from accelerate.runtime import current
-
-
-class DispatchLedger(Ledger):
-    """The account of a dispatched pass, as the reader's messages tell it."""
-
-    def __init__(self, start: int) -> None:
-        super().__init__(0, start)
-        self.total = start
-        self.held = Share(None, None)
-
-    def consumed(self, number: int) -> int:
-        return self.total if number else self.start
-
-    def share(self, number: int) -> Share:
-        return self.held
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -67,182 +58,155 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self._configure(
-            None,
-            split_batches=split_batches,
-            _drop_last=_drop_last,
-            _non_blocking=_non_blocking,
-            slice_fn=slice_fn,
-            torch_device_mesh=torch_device_mesh,
-        )
-        self.skip_batches = skip_batches
-        self.iteration = iteration
-
-    def _configure(
-        self,
-        device: torch.device | str | None,
-        *,
-        split_batches: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
-    ) -> None:
         names = () if torch_device_mesh is None else torch_device_mesh.mesh_dim_names
         if "tp" in names and {"dp", "fsdp"} & set(names):
             raise ConfigurationError(
                 f"torch_device_mesh has the axes {tuple(names)!r}: a dispatcher cannot tell the data axes 'dp' and 'fsdp' "
                 "from the tensor axis; name them 'dp_replicate' and 'dp_shard'"
             )
-        self.device = device
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.device: torch.device | str | None = None
         self.split_batches = split_batches
-        self.skip_batches = 0
+        self.skip_batches = skip_batches
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.slice_fn = slice_fn
         self.torch_device_mesh = torch_device_mesh
-        self.iteration = 0
-        self._channel: Sender | Receiver | None = None
-
-    @classmethod
-    def around(cls, base: Any, device: torch.device | str | None = None, **options: Any) -> DataLoaderDispatcher:
-        """Return a dispatcher around a loader as it is."""
-        loader: DataLoaderDispatcher = object.__new__(cls)
-        loader._wrap(base, options.pop("use_stateful_dataloader", False))
-        loader._configure(device, **options)
-        return loader
+        self.iteration = iteration
+        self._channel: SendingEnd | ReceivingEnd | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, (cls, attributes) = super().__reduce__()
         return rebuild, (cls, {**attributes, "_channel": None})
 
-    def _place_of(self, rank: int) -> tuple[int, int]:
+    def _shard_of(self, rank: int) -> tuple[int, int]:
         mesh = self.torch_device_mesh
         sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         return data_shard(rank, current.runtime().world_size, sizes)
 
     @property
+    def _num_shards(self) -> int:
+        return self._shard_of(0)[1]
+
+    @property
     def _batches_per_step(self) -> int:  # type: ignore[override]
-        return 1 if self.split_batches else self._place_of(0)[1]
+        return 1 if self.split_batches else self._num_shards
 
     def __iter__(self) -> Iterator[Any]:
         runtime = current.runtime()
-        start, trail = self._take_start()
-        ledger = DispatchLedger(start)
-        self._ledger = ledger
+        point = self._begin_pass()
+        progress = EpochProgress(ObservedPlan(point.start), resumed_batches=point.batches)
+        self._start_progress(progress, point)
         size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
-        full = size // self._place_of(0)[1] if size is not None and self.split_batches else size
-        self._forward_epoch(self.iteration)
+        full = size // self._num_shards if size is not None and self.split_batches else size
+        self._forward_epoch()
         device = runtime.device if self.device is None else torch.device(self.device)
         if self._channel is None and runtime.world_size > 1:
-            self._channel = Sender(runtime.world_size) if runtime.rank == 0 else Receiver()
+            self._channel = SendingEnd(runtime.world_size) if runtime.rank == 0 else ReceivingEnd()
         if self._channel is not None:
             self._channel.begin()
         self.begin()
         self.remainder = -1
         try:
-            messages = self._lead(start, trail) if runtime.rank == 0 else self._follow()
-            for header, batch in messages:
-                self._taken += 1
-                ledger.held = Share(_known(header.rows), _known(header.real), full)
-                ledger.total = header.consumed
+            for header, batch in self._read_and_send(point) if runtime.rank == 0 else self._receive():
+                if progress.taken == 0:
+                    progress.start_from(header.consumed - header.samples)
+                share = Share(_known(header.rows), _known(header.real), full)
+                progress.hand_out(BatchSize(share, header.samples))
                 if header.is_last:
                     self.end_of_dataloader = True
                     self.remainder = header.samples
                 yield place_batch(batch, device, self._non_blocking)
             self._flush()
-            if self._taken or start:
+            if progress.taken or point.start:
                 self._complete()
         finally:
             self.end()
 
-    def _lead(self, start: int, trail: Trail) -> Iterator[Message]:
+    def _read_and_send(self, point: ResumePoint) -> Iterator[StepMessage]:
         """Read, send every process its pieces ahead of their use, and yield one's own."""
-        steps = self._read(start, trail)
+        steps = self._steps(point)
         here, ahead = next(steps), next(steps)
         self._send(here, is_last=ahead is None)
         while here is not None:
-            further = next(steps) if isinstance(ahead, Step) else None
+            further = next(steps) if isinstance(ahead, DispatchStep) else None
             if ahead is not None:
                 self._send(ahead, is_last=further is None)
             if isinstance(here, Exception):
                 self._flush()
                 raise here
-            if self._has_stateful_base and here.state is not None:
-                self.dl_state_dict = {**here.state, "_iterator_finished": ahead is None}
-            else:
-                self._dataset_state = here.state
+            if here.state is not None:
+                self._keep_state(here.state, is_last=ahead is None)
             header = self._header(here, 0, is_last=ahead is None)
-            yield Message(header, self._own_piece(here.pieces[0], header, 0))
+            yield StepMessage(header, self._own_piece(here.pieces[0], header, 0))
             here, ahead = ahead, further
 
     def _flush(self) -> None:
         if self._channel is not None:
             self._channel.flush()
 
-    def _follow(self) -> Iterator[Message]:
+    def _receive(self) -> Iterator[StepMessage]:
         """Receive one's pieces until the last."""
         channel = self._channel
-        assert isinstance(channel, Receiver)
-        place = self._place_of(current.runtime().rank)[0]
+        assert isinstance(channel, ReceivingEnd)
+        place = self._shard_of(current.runtime().rank)[0]
         while True:
             header, batch = channel.receive()
-            if header.kind == Kind.ERROR:
+            if header.kind == MessageKind.ERROR:
                 channel.flush()
-                raise _received_error(batch)
-            if header.kind == Kind.END:
+                error: Exception = pickle.loads(batch)
+                # Notes came with python 3.11.
+                getattr(error, "add_note", id)("raised on rank 0, which reads this loader for all processes")
+                raise error
+            if header.kind == MessageKind.END:
                 return
             if header.base_seed != UNKNOWN and self._seeds:
                 self._seeds[0].restore(header.base_seed)
             if not header.is_last:
                 channel.post()
-            yield Message(header, self._own_piece(batch, header, place))
+            yield StepMessage(header, self._own_piece(batch, header, place))
             if header.is_last:
                 return
 
-    def _own_piece(self, piece: Any, header: Header, place: int) -> Any:
+    def _own_piece(self, piece: Any, header: MessageHeader, place: int) -> Any:
         if self.slice_fn is None:
             return piece
-        count = self._place_of(0)[1]
         known = header.rows != UNKNOWN
         part = slice(place * header.rows, (place + 1) * header.rows) if known else slice(None)
-        return self.slice_fn(piece, part, process_index=place, num_processes=count)
+        return self.slice_fn(piece, part, process_index=place, num_processes=self._num_shards)
 
-    def _read(self, start: int, trail: Trail) -> Iterator[Step | Exception | None]:
+    def _steps(self, point: ResumePoint) -> Iterator[DispatchStep | Exception | None]:
         """Yield the steps of the pass, an error in their place if one is raised, then None for ever."""
-        per_step = self._batches_per_step
-        assembler = Assembler(self._place_of(0)[1], per_step, self._drop_last, self.slice_fn is not None)
         try:
-            shard = _seekable(self.base_dataloader)
-            skipped = sum(
-                part.skip_batches
-                for part in nested_samplers(self.base_dataloader)
-                if isinstance(part, SkipBatchSampler)
-            )
-            is_placed = start > 0 and self._place_dataset(trail)
-            if shard is not None:
-                shard.start = start
-            batches = islice(self._start_reading(self.base_dataloader), self.skip_batches * per_step, None)
-            size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None) or 1
-            is_there = shard is not None or is_placed
-            consumed = (skipped + self.skip_batches * per_step) * size + (start if is_there else 0)
-            consumed += self._resumed_samples
-            saves = self._saves_state()
-            for step in assembler.steps(batches, 0 if is_there else start, consumed):
-                step.state = None if saves is None else saves()
-                yield step
+            yield from self._read(point)
         except Exception as error:  # noqa: BLE001 - whatever the dataset raises is raised on all ranks
             yield error
         while True:
             yield None
 
-    def _header(self, step: Step, place: int, *, is_last: bool) -> Header:
+    def _read(self, point: ResumePoint) -> Iterator[DispatchStep]:
+        base, per_step = self.base_dataloader, self._batches_per_step
+        is_placed = point.start > 0 and self._place_dataset(point)
+        source = next((part for part in nested_samplers(base) if isinstance(part, DataSource)), None)
+        if source is not None:
+            source.open_pass(base, point, dataset_is_placed=is_placed)
+        skipped = self.skip_batches * per_step
+        batches = islice(self._start_reading(base), skipped, None)
+        size = getattr(outer_batch_sampler(base), "batch_size", None) or 1
+        is_there = source is not None or is_placed or point.is_reached_by_torchdata
+        consumed = (skipped_by_samplers(base) + skipped) * size + (point.samples if is_there else 0)
+        assembler = StepAssembler(self._num_shards, per_step, self._drop_last, self.slice_fn is not None)
+        saves = self._saves_state()
+        for step in assembler.steps(batches, 0 if is_there else point.start, consumed):
+            step.state = None if saves is None else saves()
+            yield step
+
+    def _header(self, step: DispatchStep, place: int, *, is_last: bool) -> MessageHeader:
         rows, real = step.rows[place], step.real[place]
         seed = self._seeds[0].base if self._seeds else None
-        return Header(
+        return MessageHeader(
             0 if self._channel is None else self._channel.pass_number,
-            Kind.BATCH,
+            MessageKind.BATCH,
             is_last,
             UNKNOWN if rows is None else rows,
             UNKNOWN if real is None else real,
@@ -251,30 +215,28 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             UNKNOWN if seed is None else seed,
         )
 
-    def _send(self, step: Step | Exception | None, *, is_last: bool) -> None:
+    def _send(self, step: DispatchStep | Exception | None, *, is_last: bool) -> None:
         channel = self._channel
-        if not isinstance(channel, Sender):
+        if not isinstance(channel, SendingEnd):
             return
         ranks = range(1, current.runtime().world_size)
-        if not isinstance(step, Step):
-            kind = Kind.END if step is None else Kind.ERROR
-            note = b"" if step is None else _pickled_error(step)
+        if not isinstance(step, DispatchStep):
+            kind = MessageKind.END if step is None else MessageKind.ERROR
+            error = b"" if step is None else _pickled_error(step)
             for rank in ranks:
-                channel.send(rank, Header(channel.pass_number, kind), note=note)
+                channel.send(rank, MessageHeader(channel.pass_number, kind), error=error)
             return
-        parcels: dict[int, Parcel] = {}
+        packed: dict[int, PackedBatch] = {}
         for rank in ranks:
-            place = self._place_of(rank)[0]
+            place = self._shard_of(rank)[0]
             piece = step.pieces[place]
-            parcel = parcels.get(id(piece)) or Parcel(piece)
-            parcels[id(piece)] = parcel
-            channel.send(rank, self._header(step, place, is_last=is_last), parcel)
+            if id(piece) not in packed:
+                packed[id(piece)] = PackedBatch(piece)
+            channel.send(rank, self._header(step, place, is_last=is_last), packed[id(piece)])
 
     def __len__(self) -> int:
-        length = len(self.base_dataloader) - self.skip_batches * self._batches_per_step
-        if self.split_batches:
-            return length
         per_step = self._batches_per_step
+        length = len(self.base_dataloader) - self.skip_batches * per_step
         return length // per_step if self._drop_last else -(-length // per_step)
 
     @property
@@ -293,10 +255,6 @@ def _known(value: int) -> int | None:
     return None if value == UNKNOWN else value
 
 
-def _seekable(loader: Any) -> BatchSamplerShard | None:
-    return next((part for part in nested_samplers(loader) if isinstance(part, BatchSamplerShard)), None)
-
-
 def _pickled_error(error: Exception) -> bytes:
     try:
         packed = pickle.dumps(error)
@@ -304,10 +262,3 @@ def _pickled_error(error: Exception) -> bytes:
     except Exception:  # noqa: BLE001 - an exception's class may refuse either for any reason
         packed = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return packed
-
-
-def _received_error(packed: bytes) -> Exception:
-    error: Exception = pickle.loads(packed)
-    # Notes came with python 3.11.
-    getattr(error, "add_note", id)("raised on rank 0, which reads this loader for all processes")
-    return error

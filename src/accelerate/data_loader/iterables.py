@@ -1,18 +1,44 @@
-"""The view that one process has of an iterable dataset."""
+"""Iterable datasets: the part that one process takes, notes about its batches, and datasets that save their state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelerate.data_loader.sharding import check_splittable
+# Private in torch (2.13 and before): the only way to pin what an annotated batch holds as the loader would have.
+from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
+
+from accelerate.data_loader.order import EpochOrder
+from accelerate.data_loader.plan import GroupNote, GroupPlan, Observations
+from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
+from accelerate.data_loader.samplers import check_splittable, copy_loader
 
 
-class IterableDatasetShard(IterableDataset[Any]):
+class AnnotatedBatch:
+    """A batch with what only its reader knows; the loader unpacks it before the user sees it.
+
+    Args:
+        note: What the plan learns from it, see `EpochProgress.hand_out`.
+        state: The state of torchdata's loader, or of a dataset that saves its own, behind the batch.
+    """
+
+    __slots__ = ("batch", "note", "state")
+
+    def __init__(self, batch: Any, note: Any = None, state: Any = None) -> None:
+        self.batch = batch
+        self.note = note
+        self.state = state
+
+    def pin_memory(self) -> AnnotatedBatch:
+        """Pin the batch as torch would; called by its loader."""
+        return AnnotatedBatch(_pin_memory(self.batch), self.note, self.state)
+
+
+class IterableDatasetShard(IterableDataset[Any], DataSource):
     """The elements of an iterable dataset that one process takes.
 
     Elements are read in groups of one batch a process (with `split_batches`: of one batch), of which each process takes
@@ -42,14 +68,14 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
-        self.start = 0
-        self.start_unit = 0
-        self.start_streams: tuple[int, ...] = ()
         self.completes = True
         self.group_real = 0
+        self.order = EpochOrder()
+        self.observed = Observations()
+        self._point = ResumePoint()
 
     @property
-    def group_size(self) -> int:
+    def total_batch_size(self) -> int:
         """Elements of a group, over all processes."""
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
@@ -60,15 +86,15 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        length = len(self.dataset)  # type: ignore[arg-type]
-        groups = length // self.group_size if self.drop_last else -(-length // self.group_size)
-        return groups * (self.group_size // self.num_processes)
+        length, size = len(self.dataset), self.total_batch_size  # type: ignore[arg-type]
+        groups = length // size if self.drop_last else -(-length // size)
+        return groups * (size // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
-        size = self.group_size
+        size = self.total_batch_size
         rows = size // self.num_processes
         own = slice(self.process_index * rows, (self.process_index + 1) * rows)
         elements = iter(self.dataset)
@@ -86,24 +112,131 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def _pass_over(self, elements: Iterator[Any], size: int) -> list[Any]:
         """Drop the elements that were handed out before, and return the first of them."""
-        dropped = worker_start(self.start, self.start_unit or size, self.start_streams)
+        dropped = samples_of_worker(self._point.samples, self._point.unit or size, self._point.streams)
         first = list(islice(elements, min(size, dropped)))
         next(islice(elements, dropped - len(first), dropped - len(first)), None)
         # Only a whole first group completes the last one as in a pass that was never stopped.
         return first if len(first) == size else []
 
+    def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
+        """Begin a pass: elements are passed over, or whole batches so that several workers keep their turns."""
+        workers = loader.num_workers
+        dropped = self._batches_to_drop(workers, point)
+        start = 0 if dropped else point.start
+        self._point = ResumePoint(
+            samples=0 if dataset_is_placed else start, unit=point.unit, streams=point.streams if start else ()
+        )
+        if point.start and loader.persistent_workers:
+            loader = copy_loader(loader)  # workers that run already would not hear of the start
+        streams: tuple[int, ...] = ()
+        before = start or (point.samples if point.is_reached_by_torchdata else 0)
+        if workers > 1:
+            is_known = before and len(point.streams) == workers
+            streams = point.streams if is_known else (0,) * workers
+        rounds = point.rounds if point.is_reached_by_torchdata and point.samples else 0
+        plan = GroupPlan(
+            self.total_batch_size,
+            before,
+            self.num_processes,
+            self.process_index,
+            has_ready_batches=loader.batch_size is None,
+            streams=streams,
+            rounds=None if start else rounds,
+        )
+        return OpenedPass(plan, loader, dropped)
 
-def worker_start(start: int, unit: int, streams: tuple[int, ...] = ()) -> int:
-    """Return how many elements of its own stream a worker has handed out when all together gave `start`.
+    def _batches_to_drop(self, workers: int, point: ResumePoint) -> int:
+        size = self.total_batch_size
+        if point.start == 0 or workers <= 1 or point.unit not in (0, size):
+            return 0
+        if point.streams:
+            return 0 if point.rounds is None or len(point.streams) != workers else point.rounds
+        return 0 if point.start % size else point.start // size
+
+
+def samples_of_worker(samples: int, unit: int, streams: tuple[int, ...] = ()) -> int:
+    """Return how many elements of its own stream a worker has handed out when all together gave `samples`.
 
     Workers take turns, a group of `unit` elements at a time, as long as their streams last; `streams` is what each of
     them gave, where that is known.
     """
     worker = get_worker_info()
     if worker is None or worker.num_workers == 1:
-        return start
+        return samples
     if len(streams) == worker.num_workers:
         return streams[worker.id]
-    groups, extra = divmod(start, unit)
+    groups, extra = divmod(samples, unit)
     turns, rest = divmod(groups, worker.num_workers)
     return (turns + (worker.id < rest)) * unit + (extra if worker.id == rest else 0)
+
+
+class GroupCollate:
+    """Collate as asked, and annotate the batches of an incomplete group with its number of real elements.
+
+    It runs where its shard runs (the two are copied into a worker together), so it can ask the shard. Where there are
+    several workers each batch is annotated: how far each of their streams was read cannot be known otherwise.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], shard: IterableDatasetShard) -> None:
+        self.collate = collate
+        self.shard = shard
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        shard, worker = self.shard, get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            return AnnotatedBatch(batch, GroupNote(shard.group_real, worker.id))
+        is_whole = shard.group_real == shard.total_batch_size
+        return batch if is_whole else AnnotatedBatch(batch, GroupNote(shard.group_real))
+
+
+class Offset(IterableDataset[Any]):
+    """An iterable dataset without its first elements."""
+
+    def __init__(self, dataset: Iterable[Any], start: int) -> None:
+        self.dataset = dataset
+        self.start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.start, None)
+
+
+def whole_dataset(loader: Any) -> Any:
+    """Return the dataset of a loader as its user gave it, not one process's view of it."""
+    dataset: Any = getattr(loader, "dataset", None)
+    is_view = isinstance(dataset, DataSource)
+    return dataset.dataset if is_view else dataset
+
+
+def saves_its_state(loader: Any) -> bool:
+    """Return whether the state of a loader's iterable dataset stands exactly behind the last batch.
+
+    Worker processes have datasets of their own, which have read ahead: it is only so without them.
+    """
+    dataset = whole_dataset(loader)
+    if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 1) != 0:
+        return False
+    if not all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict")):
+        return False
+    return not is_hf_dataset(dataset, "IterableDataset") or _resumes_exactly(dataset)
+
+
+def is_hf_dataset(dataset: Any, name: str) -> bool:
+    """Return whether this is a `Dataset` or `IterableDataset`, as `name` says, of the `datasets` package."""
+    return any(cls.__module__.startswith("datasets.") and cls.__name__ == name for cls in type(dataset).__mro__)
+
+
+def _resumes_exactly(dataset: Any) -> bool:
+    """Return whether a dataset of the `datasets` package has no step that loses examples when it is resumed.
+
+    Its page names two: shuffle buffers, and batched maps of formatted data.
+    """
+    kinds, waiting = set(), [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        step = waiting.pop()
+        if step is not None:
+            kinds.add(type(step).__name__)
+            waiting += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
+    if any("BufferShuffled" in kind for kind in kinds):
+        return False
+    return getattr(dataset, "_formatting", None) is None or not any("Mapped" in kind for kind in kinds)

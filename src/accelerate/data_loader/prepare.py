@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,17 +14,28 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from accelerate._base.enums import RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice
-from accelerate.data_loader.adapter import DataLoaderAdapter
-from accelerate.data_loader.carrier import CountingCollate
+from accelerate.collectives import communicator
+from accelerate.data_loader.adapter import DataLoaderAdapter, as_stateful, stateful_class
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
-from accelerate.data_loader.iterables import IterableDatasetShard
-from accelerate.data_loader.parts import as_stateful, copy_loader, copy_part, outer_batch_sampler, stateful_class
-from accelerate.data_loader.plan import Windows, data_shard
-from accelerate.data_loader.recognise import already_split, is_hf_iterable
-from accelerate.data_loader.samplers import EpochSeed, Ordering, SeedableRandomSampler, choose_ordering, seedable
-from accelerate.data_loader.shard_loader import DataLoaderShard
-from accelerate.data_loader.sharding import BatchSamplerShard, IndexShard, check_splittable
-from accelerate.data_loader.windows import WindowBatchSampler, WindowCollate, WindowDataset
+from accelerate.data_loader.global_batches import (
+    GlobalBatchCollate,
+    GlobalBatchDataset,
+    GlobalBatchPlan,
+    GlobalBatchSampler,
+)
+from accelerate.data_loader.iterables import GroupCollate, IterableDatasetShard, is_hf_dataset
+from accelerate.data_loader.loader import DataLoaderShard
+from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler, resolve_order
+from accelerate.data_loader.plan import data_shard
+from accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    IndexShard,
+    check_splittable,
+    copy_loader,
+    copy_with,
+    nested_samplers,
+    outer_batch_sampler,
+)
 from accelerate.runtime import current
 
 logger = logging.getLogger(__name__)
@@ -75,151 +88,93 @@ def prepare_data_loader(
         ConfigurationError: (a ValueError) if the options contradict each other or the loader.
         MissingPackageError: (an ImportError) if torchdata is asked for and not installed.
     """
-    request = _Request(
-        device=_target(device, put_on_device),
+    target = None
+    if put_on_device:
+        target = current.runtime().device if device is None else device
+    if isinstance(dataloader, custom_classes or ()):
+        return DataLoaderShard(None, target, _non_blocking=non_blocking, _base_dataloader=dataloader)
+    if isinstance(dataloader, DataLoaderAdapter):
+        _log_on_main("a loader given to prepare is used as it is: it was prepared before")
+        return dataloader
+    if not all(hasattr(dataloader, name) for name in ("dataset", "sampler", "batch_size", "collate_fn")):
+        raise WrongTypeError(
+            f"prepare_data_loader was given a {type(dataloader).__name__!r}, which is no torch DataLoader; pass a "
+            "DataLoader, or name the class in DataLoaderConfiguration(custom_classes=(...,)) to use it as it is"
+        )
+    is_iterable = isinstance(dataloader.dataset, IterableDataset)
+    runtime = current.runtime()
+    mesh_sizes = None
+    if torch_device_mesh is not None:
+        mesh_sizes = dict(zip(torch_device_mesh.mesh_dim_names, torch_device_mesh.shape, strict=True))
+    index, count = data_shard(
+        runtime.rank if process_index is None else process_index,
+        runtime.world_size if num_processes is None else num_processes,
+        mesh_sizes,
+        divides_by_tensor_parallel=divides_by_tensor_parallel,
+    )
+    base_seed = None
+    if use_seedable_sampler or data_seed is not None:
+        base_seed = torch.random.initial_seed() if data_seed is None else data_seed
+    options = _LoaderOptions(
+        count,
+        index,
+        device=target,
         split=split_batches,
         even=even_batches,
-        seeded=use_seedable_sampler or data_seed is not None,
-        data_seed=data_seed,
+        base_seed=base_seed,
         rng_types=_checked_rng_types(rng_types),
         non_blocking=non_blocking,
         stateful=use_stateful_dataloader,
         global_batch_size=global_batch_size,
+        # With a mesh other processes may read the same part, being ranks of one model.
+        shares_order=count > 1 or (torch_device_mesh is not None and runtime.world_size > 1),
     )
-    if isinstance(dataloader, custom_classes or ()):
-        return DataLoaderShard.around(dataloader, request.device, _non_blocking=non_blocking)
-    if isinstance(dataloader, DataLoaderAdapter):
-        _say("a loader given to prepare is used as it is: it was prepared before")
-        return dataloader
-    _check_loader(dataloader)
-    is_iterable = isinstance(dataloader.dataset, IterableDataset)
-    request.place(num_processes, process_index, torch_device_mesh, divides_by_tensor_parallel)
-    dispatches = _choose_dispatch(dispatch_batches, put_on_device, is_iterable, global_batch_size)
-    request.check(dataloader, dispatches)
-    split = already_split(dataloader, request.num_processes)
-    if split.value:
-        _say(f"a loader given to prepare is used as it is, without sharding: {split.reason}")
-        return request.finish(copy_loader(dataloader), [], split_elsewhere=request.num_processes)
+    dispatches = dispatch_batches
+    if dispatch_batches is None:
+        dispatches = put_on_device and is_iterable and global_batch_size is None
+    _check_options(dataloader, options, dispatches=bool(dispatches), put_on_device=put_on_device)
+    sharding = detect_sharding(dataloader, count)
+    if sharding.value:
+        _log_on_main(f"a loader given to prepare is used as it is, without sharding: {sharding.reason}")
+        return _shard_loader(copy_loader(dataloader), options, split_elsewhere=count)
     if dispatches:
-        return _dispatcher(dataloader, request, slice_fn_for_dispatch, torch_device_mesh, is_iterable)
-    if is_iterable:
-        return _shard_iterable(dataloader, request)
-    return _shard_map(dataloader, request)
+        return _dispatcher(dataloader, options, slice_fn_for_dispatch, torch_device_mesh)
+    return _shard_iterable(dataloader, options) if is_iterable else _shard_map(dataloader, options)
 
 
-class _Request:
-    """The checked options of one call, and what follows from them."""
+@dataclass(frozen=True)
+class _LoaderOptions:
+    """The checked options of one call.
+
+    Args:
+        shares_order: Whether several processes read the same order and must agree on it.
+    """
 
     num_processes: int
     process_index: int
-    has_peers: bool = False
-    """Whether other processes read the same part, being ranks of one model."""
+    device: torch.device | None
+    split: bool
+    even: bool
+    base_seed: int | None
+    rng_types: list[RNGType | str] | None
+    non_blocking: bool
+    stateful: bool
+    global_batch_size: int | None
+    shares_order: bool
 
-    def __init__(
-        self,
-        *,
-        device: torch.device | str | None,
-        split: bool,
-        even: bool,
-        seeded: bool,
-        data_seed: int | None,
-        rng_types: list[RNGType | str] | None,
-        non_blocking: bool,
-        stateful: bool,
-        global_batch_size: int | None,
-    ) -> None:
-        self.device = device
-        self.split = split
-        self.even = even
-        self.seeded = seeded
-        self.data_seed = data_seed
-        self.rng_types = rng_types
-        self.non_blocking = non_blocking
-        self.stateful = stateful
-        self.global_batch_size = global_batch_size
-
-    def place(self, count: int | None, index: int | None, mesh: Any, divides_by_tensor_parallel: bool) -> None:
-        """Settle which of how many parts of the data is this process's."""
-        runtime = current.runtime()
-        sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        self.has_peers = mesh is not None and runtime.world_size > 1
-        self.process_index, self.num_processes = data_shard(
-            runtime.rank if index is None else index,
-            runtime.world_size if count is None else count,
-            sizes,
-            divides_by_tensor_parallel=divides_by_tensor_parallel,
+    def global_batch_plan(self, batches: Any) -> GlobalBatchPlan | None:
+        """Return the sizes of global batches, None if none are asked for; `batches` is a batch sampler or loader."""
+        if self.global_batch_size is None:
+            return None
+        count, index = self.num_processes, self.process_index
+        return GlobalBatchPlan(
+            self.global_batch_size, batches.batch_size, count, drop_last=batches.drop_last, rank=index
         )
 
-    def check(self, loader: Any, dispatches: bool) -> None:
-        """Raise for what cannot work, before anything is built."""
-        batch_size = getattr(outer_batch_sampler(loader), "batch_size", None) or loader.batch_size
-        if self.split:
-            check_splittable(batch_size, self.num_processes)
-        if self.stateful:
-            stateful_class()
-        if self.global_batch_size is not None:
-            self._check_windows(loader, dispatches, batch_size)
 
-    def _check_windows(self, loader: Any, dispatches: bool, batch_size: int | None) -> None:
-        size = self.global_batch_size
-        is_iterable = isinstance(loader.dataset, IterableDataset)
-        reasons = {
-            "it must be at least 1": size is not None and size < 1,
-            "with split_batches=True the loader's batch size would be a second global size; leave it out": self.split,
-            "rank 0 would cut the batches; leave out dispatch_batches=True": dispatches,
-            "the loader's batch_size must be known; build the loader with one": not batch_size,
-            "a batch sampler of one's own fixes the batches; pass a sampler and a batch_size to the loader": (
-                not is_iterable and type(outer_batch_sampler(loader)) is not BatchSampler
-            ),
-            "several workers would mix the windows of an iterable dataset; use num_workers=1 or 0": (
-                is_iterable and loader.num_workers > 1
-            ),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise ConfigurationError(f"global_batch_size={size!r} cannot be kept for this loader: {reason}")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes read the same order and must agree on it."""
-        return self.num_processes > 1 or self.has_peers
-
-    def seed_sampler(self, sampler: Any, *, shared: bool) -> Any:
-        """Return a sampler whose order depends on seed and epoch, in place of torch's random one."""
-        if type(sampler) is not RandomSampler:
-            return sampler
-        base = None
-        if self.seeded:
-            base = torch.random.initial_seed() if self.data_seed is None else self.data_seed
-        return seedable(sampler, EpochSeed(base, shared=shared))
-
-    def finish(self, base: Any, seeds: list[EpochSeed | None], split_elsewhere: int = 0) -> DataLoaderShard:
-        """Return the loader of this process around what it reads."""
-        if self.stateful:
-            base = as_stateful(base)
-        drop_last = bool(getattr(outer_batch_sampler(base), "drop_last", base.drop_last))
-        loader = DataLoaderShard.around(
-            base,
-            self.device,
-            _drop_last=drop_last,
-            _non_blocking=self.non_blocking,
-            use_stateful_dataloader=self.stateful,
-        )
-        loader.rng_types = self.rng_types
-        loader.split_elsewhere = split_elsewhere
-        loader._seeds = _distinct(seeds)
-        loader._fresh_after_break = bool(loader._seeds) and not self.seeded
-        return loader
-
-
-def _distinct(seeds: Iterable[EpochSeed | None]) -> list[EpochSeed]:
-    return list({id(seed): seed for seed in seeds if seed is not None}.values())
-
-
-def _target(device: torch.device | None, put_on_device: bool) -> torch.device | None:
-    if not put_on_device:
-        return None
-    return current.runtime().device if device is None else device
+def _log_on_main(message: str) -> None:
+    if current.runtime().rank == 0:
+        logger.warning(message)
 
 
 def _checked_rng_types(rng_types: list[str | RNGType] | None) -> list[RNGType | str] | None:
@@ -236,128 +191,181 @@ def _checked_rng_types(rng_types: list[str | RNGType] | None) -> list[RNGType | 
     return [value for value in values if value != RNGType.GENERATOR.value]
 
 
-def _check_loader(dataloader: Any) -> None:
-    if not all(hasattr(dataloader, name) for name in ("dataset", "sampler", "batch_size", "collate_fn")):
-        raise WrongTypeError(
-            f"prepare_data_loader was given a {type(dataloader).__name__!r}, which is no torch DataLoader; pass a "
-            "DataLoader, or name the class in DataLoaderConfiguration(custom_classes=(...,)) to use it as it is"
-        )
-
-
-def _choose_dispatch(asked: bool | None, put_on_device: bool, is_iterable: bool, global_batch_size: int | None) -> bool:
-    if asked and not put_on_device:
+def _check_options(loader: Any, options: _LoaderOptions, *, dispatches: bool, put_on_device: bool) -> None:
+    """Raise for what cannot work, before anything is built."""
+    if dispatches and not put_on_device:
         raise ConfigurationError(
-            f"dispatch_batches={asked!r} was given with put_on_device=False: what rank 0 reads is sent to each process "
+            f"dispatch_batches={dispatches!r} was given with put_on_device=False: what rank 0 reads is sent to each process "
             "and placed on its device; pass put_on_device=True, or leave dispatch_batches out"
         )
-    if asked is None:
-        return put_on_device and is_iterable and global_batch_size is None
-    return asked
+    batch_size = getattr(outer_batch_sampler(loader), "batch_size", None) or loader.batch_size
+    if options.split:
+        check_splittable(batch_size, options.num_processes)
+    if options.stateful:
+        stateful_class()
+    size = options.global_batch_size
+    if size is None:
+        return
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    reasons = {
+        "it must be at least 1": size < 1,
+        "with split_batches=True the loader's batch size would be a second global size; leave it out": options.split,
+        "rank 0 would cut the batches; leave out dispatch_batches=True": dispatches,
+        "the loader's batch_size must be known; build the loader with one": not batch_size,
+        "a batch sampler of one's own fixes the batches; pass a sampler and a batch_size to the loader": (
+            not is_iterable and type(outer_batch_sampler(loader)) is not BatchSampler
+        ),
+        "several workers would mix the global batches of an iterable dataset; use num_workers=1 or 0": (
+            is_iterable and loader.num_workers > 1
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigurationError(f"global_batch_size={size!r} cannot be kept for this loader: {reason}")
 
 
-def _say(message: str) -> None:
-    if current.runtime().rank == 0:
-        logger.warning(message)
+def detect_sharding(loader: Any, num_processes: int) -> Choice[bool]:
+    """Say whether each process already reads its own part of the data, and how that is known."""
+    if num_processes == 1:
+        return Choice(False, "there is one process")
+    for part in nested_samplers(loader):
+        if isinstance(part, BatchSamplerShard):
+            return Choice(part.num_processes > 1, "its batch sampler is a BatchSamplerShard")
+        replicas = getattr(part, "num_replicas", None)
+        if isinstance(replicas, int) and replicas > 1 and hasattr(part, "rank"):
+            return Choice(True, f"its {type(part).__name__} gives each of {replicas} replicas its own samples")
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDatasetShard):
+        return Choice(dataset.num_processes > 1, "its dataset is an IterableDatasetShard")
+    if getattr(dataset, "_distributed", None) is not None:
+        return Choice(True, "its dataset was split by node")
+    if is_hf_dataset(dataset, "Dataset") and _differs_between_ranks(dataset):
+        return Choice(True, "its dataset has other rows on each process, so it was split before")
+    return Choice(False, "nothing shows that its data is divided")
 
 
-def _ordered_batches(loader: Any, request: _Request, *, shared: bool) -> tuple[Any, Any, Ordering]:
-    """Return (sampler, batch sampler, ordering) of a map-style loader, ready for any epoch; both may be None."""
+def _differs_between_ranks(dataset: Any) -> bool:
+    group = communicator()
+    if group.world_size == 1:
+        return False
+    ends = (dataset[0], dataset[len(dataset) - 1]) if len(dataset) else ()
+    return len(set(group.gather_object(pickle.dumps((len(dataset), ends))))) > 1
+
+
+def _shard_loader(
+    base: Any, options: _LoaderOptions, seeds: list[EpochSeed] | None = None, split_elsewhere: int = 0
+) -> DataLoaderShard:
+    """Return the loader of this process around what it reads."""
+    if options.stateful:
+        base = as_stateful(base)
+    loader = DataLoaderShard(
+        None,
+        options.device,
+        options.rng_types,
+        _drop_last=bool(getattr(outer_batch_sampler(base), "drop_last", base.drop_last)),
+        _non_blocking=options.non_blocking,
+        use_stateful_dataloader=options.stateful,
+        _base_dataloader=base,
+    )
+    loader.split_elsewhere = split_elsewhere
+    loader.seed_with(seeds or [], reshuffles_after_break=options.base_seed is None)
+    return loader
+
+
+def _shard_map(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
+    changes, seeds = _sharded_samplers(loader, options)
+    return _shard_loader(copy_loader(loader, **changes), options, seeds)
+
+
+def _sharded_samplers(loader: Any, options: _LoaderOptions) -> tuple[dict[str, Any], list[EpochSeed]]:
+    """Return the samplers of a map-style loader that take one process's part of any epoch, and the epochs' seeds."""
+    count, index = options.num_processes, options.process_index
     batch_sampler = outer_batch_sampler(loader)
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
-    seeded = request.seed_sampler(sampler, shared=shared)
-    if seeded is not sampler and batch_sampler is not None:
-        batch_sampler = copy_part(batch_sampler, sampler=seeded)
-    return seeded, batch_sampler, choose_ordering(seeded, batch_sampler, shared=shared)
-
-
-def _shard_map(loader: Any, request: _Request) -> DataLoaderShard:
-    sampler, batch_sampler, ordering = _ordered_batches(loader, request, shared=request.is_shared)
-    seeds = [getattr(sampler, "seed", None) if isinstance(sampler, SeedableRandomSampler) else None, ordering.seed]
-    changes = _sharded_parts(loader, request, sampler, batch_sampler, ordering)
-    return request.finish(copy_loader(loader, **changes), seeds)
-
-
-def _sharded_parts(
-    loader: Any, request: _Request, sampler: Any, batch_sampler: Any, ordering: Ordering
-) -> dict[str, Any]:
-    count, index = request.num_processes, request.process_index
+    seeds = []
+    if type(sampler) is RandomSampler:
+        sampler = SeedableRandomSampler.like(sampler, EpochSeed(options.base_seed, shared=options.shares_order))
+        if batch_sampler is not None:
+            batch_sampler = copy_with(batch_sampler, sampler=sampler)
+    if isinstance(sampler, SeedableRandomSampler):
+        seeds.append(sampler.seed)
+    order = resolve_order(sampler, batch_sampler, shared=options.shares_order)
+    if order.seed is not None:
+        seeds.append(order.seed)
     if batch_sampler is None:
-        single = IndexShard(sampler, count, index, request.even)
-        single.batch_sampler.ordering = ordering
-        return {"sampler": single}
-    shard: BatchSamplerShard | WindowBatchSampler
-    if request.global_batch_size is not None:
-        windows = Windows(request.global_batch_size, batch_sampler.batch_size, count, None, batch_sampler.drop_last)
-        shard = WindowBatchSampler(sampler, windows, index)
+        single = IndexShard(sampler, count, index, options.even)
+        single.batch_sampler.order = order
+        return {"sampler": single}, seeds
+    plan = options.global_batch_plan(batch_sampler)
+    shard: BatchSamplerShard | GlobalBatchSampler
+    if plan is None:
+        shard = BatchSamplerShard(batch_sampler, count, index, options.split, options.even)
     else:
-        shard = BatchSamplerShard(batch_sampler, count, index, request.split, request.even)
-    shard.ordering = ordering
+        shard = GlobalBatchSampler(sampler, plan)
+    shard.order = order
     if loader.batch_sampler is None:
-        return {"sampler": shard}
-    return {"batch_sampler": shard, "sampler": loader.sampler if sampler is None else sampler}
+        return {"sampler": shard}, seeds
+    return {"batch_sampler": shard, "sampler": loader.sampler if sampler is None else sampler}, seeds
 
 
-def _shard_iterable(loader: Any, request: _Request) -> DataLoaderShard:
-    count, index = request.num_processes, request.process_index
-    if request.global_batch_size is not None:
-        windows = Windows(request.global_batch_size, loader.batch_size, count, None, loader.drop_last)
-        dataset = WindowDataset(loader.dataset, windows, index)
-        collate = WindowCollate(loader.collate_fn, dataset)
-        return request.finish(
-            copy_loader(loader, dataset=dataset, collate_fn=collate, batch_size=None, batch_sampler=None), []
-        )
+def _shard_iterable(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
+    count, index = options.num_processes, options.process_index
+    plan = options.global_batch_plan(loader)
+    if plan is not None:
+        dataset = GlobalBatchDataset(loader.dataset, plan)
+        collate = GlobalBatchCollate(loader.collate_fn, dataset)
+        changes = {"dataset": dataset, "collate_fn": collate, "batch_size": None, "batch_sampler": None}
+        return _shard_loader(copy_loader(loader, **changes), options)
     if count == 1 and loader.num_workers <= 1:
-        return request.finish(copy_loader(loader), [])
-    by_files = _reads_files(loader.dataset, request)
+        return _shard_loader(copy_loader(loader), options)
+    by_files = _reads_files(loader.dataset, options)
     if by_files.value:
-        _say(f"each process reads its own files of an iterable dataset: {by_files.reason}")
+        _log_on_main(f"each process reads its own files of an iterable dataset: {by_files.reason}")
         own = loader.dataset.shard(num_shards=count, index=index)
-        return request.finish(copy_loader(loader, dataset=own), [], split_elsewhere=count)
-    shard = IterableDatasetShard(loader.dataset, loader.batch_size or 1, loader.drop_last, count, index, request.split)
+        return _shard_loader(copy_loader(loader, dataset=own), options, split_elsewhere=count)
+    shard = IterableDatasetShard(loader.dataset, loader.batch_size or 1, loader.drop_last, count, index, options.split)
     # One process needs the view only to know how far each of its workers has read.
     shard.completes = count > 1
-    changes: dict[str, Any] = {"dataset": shard, "collate_fn": CountingCollate(loader.collate_fn, shard)}
-    if request.split:
+    changes = {"dataset": shard, "collate_fn": GroupCollate(loader.collate_fn, shard)}
+    if options.split:
         own_size = loader.batch_size // count
         own_batches = BatchSampler(loader.sampler, own_size, loader.drop_last)
         changes |= {"batch_size": own_size, "batch_sampler": own_batches}
-    return request.finish(copy_loader(loader, **changes), [])
+    return _shard_loader(copy_loader(loader, **changes), options)
 
 
-def _reads_files(dataset: Any, request: _Request) -> Choice[bool]:
-    if not is_hf_iterable(dataset) or request.split:
+def _reads_files(dataset: Any, options: _LoaderOptions) -> Choice[bool]:
+    if not is_hf_dataset(dataset, "IterableDataset") or options.split:
         return Choice(False, "elements are shared out one by one")
-    if request.even:
+    if options.even:
         return Choice(False, "files differ in length, and even_batches=True keeps the processes in step")
-    if dataset.num_shards < request.num_processes:
-        return Choice(False, f"{dataset.num_shards} files are too few for {request.num_processes} processes")
+    if dataset.num_shards < options.num_processes:
+        return Choice(False, f"{dataset.num_shards} files are too few for {options.num_processes} processes")
     return Choice(True, f"it has {dataset.num_shards} files, and even_batches=False allows different lengths")
 
 
 def _dispatcher(
-    loader: Any, request: _Request, slice_fn: Callable[..., Any] | None, mesh: Any, is_iterable: bool
+    loader: Any, options: _LoaderOptions, slice_fn: Callable[..., Any] | None, mesh: Any
 ) -> DataLoaderDispatcher:
-    changes: dict[str, Any] = {}
-    seeds: list[EpochSeed | None] = []
-    if not is_iterable:
+    base = copy_loader(loader)
+    seeds: list[EpochSeed] = []
+    if not isinstance(loader.dataset, IterableDataset):
         # Rank 0 alone reads: it shares its order with nobody, but must be able to start anywhere in it.
-        alone = copy_part(request, num_processes=1, process_index=0, split=False)
-        sampler, batch_sampler, ordering = _ordered_batches(loader, alone, shared=False)
-        seeds = [sampler.seed if isinstance(sampler, SeedableRandomSampler) else None, ordering.seed]
-        changes = _sharded_parts(loader, alone, sampler, batch_sampler, ordering)
-    base = copy_loader(loader, **changes)
-    if request.stateful:
+        alone = replace(options, num_processes=1, process_index=0, split=False, shares_order=False)
+        changes, seeds = _sharded_samplers(loader, alone)
+        base = copy_loader(loader, **changes)
+    if options.stateful:
         base = as_stateful(base)
-    dispatcher = DataLoaderDispatcher.around(
-        base,
-        request.device,
-        split_batches=request.split,
+    dispatcher = DataLoaderDispatcher(
+        None,
+        split_batches=options.split,
         slice_fn=slice_fn,
         torch_device_mesh=mesh,
         _drop_last=bool(loader.drop_last),
-        _non_blocking=request.non_blocking,
-        use_stateful_dataloader=request.stateful,
+        _non_blocking=options.non_blocking,
+        use_stateful_dataloader=options.stateful,
+        _base_dataloader=base,
     )
-    dispatcher._seeds = _distinct(seeds)
-    dispatcher._fresh_after_break = bool(dispatcher._seeds) and not request.seeded
+    dispatcher.device = options.device
+    dispatcher.seed_with(seeds, reshuffles_after_break=options.base_seed is None)
     return dispatcher

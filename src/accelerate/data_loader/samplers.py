@@ -1,239 +1,303 @@
-"""The order of an epoch as a function of a base seed and the epoch's number."""
+"""Samplers of a `DataLoader`: finding and exchanging them, taking one process's part, leaving out the first batches."""
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from accelerate.collectives import communicator
-
-
-def agree(value: int) -> int:
-    """Return rank 0's value on every rank."""
-    group = communicator()
-    if group.world_size == 1:
-        return value
-    values = [value]
-    group.broadcast_objects(values)
-    return values[0]
+from accelerate._base.errors import ConfigurationError
+from accelerate.data_loader.order import EpochOrder, has_exact_length, head_and_rest, split_head
+from accelerate.data_loader.plan import Observations, RoundPlan, VaryingRoundPlan
+from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
 
 
-class EpochSeed:
-    """Give each epoch its seed: a base, drawn once or given, plus the epoch's number.
+def outer_batch_sampler(loader: Any) -> Any:
+    """Return the batch sampler of a loader; it may be given as `sampler=`, for datasets that are indexed by lists."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
+
+
+def nested_samplers(loader: Any) -> Iterator[Any]:
+    """Yield the batch samplers and samplers of a loader, from the outside in, each once."""
+    seen: set[int] = set()
+    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while waiting:
+        part = waiting.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        waiting += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """Return the sampler inside the batch sampler of a loader, None if it has none."""
+    return getattr(_inner_batch_sampler(dataloader), "sampler", None)
+
+
+def set_sampler(dataloader: Any, sampler: Any) -> None:
+    """Replace the sampler inside the batch sampler of a loader."""
+    part = _inner_batch_sampler(dataloader)
+    if part is not None:
+        part.sampler = sampler
+
+
+def _inner_batch_sampler(loader: Any) -> Any:
+    part = outer_batch_sampler(loader)
+    while (inner := getattr(part, "batch_sampler", None)) is not None:
+        part = inner
+    return part
+
+
+def copy_with(part: Any, **changes: Any) -> Any:
+    """Return a shallow copy of an object with some attributes exchanged, whatever its class does on assignment."""
+    twin = object.__new__(type(part))
+    twin.__dict__.update(part.__dict__)
+    twin.__dict__.update(changes)
+    return twin
+
+
+def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Return the same loader (class, options, workers' settings) with some parts exchanged.
+
+    `DataLoader` forbids to assign its parts once it is built, because its options depend on each other: the caller sees
+    to it that they fit.
+    """
+    twin: DataLoader[Any] = copy_with(loader, _iterator=None, **changes)
+    return twin
+
+
+def copy_with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:
+    """Return the same loader with another batch sampler, where its own was given."""
+    is_given_as_sampler = isinstance(loader.sampler, BatchSampler)
+    return copy_loader(loader, **{"sampler" if is_given_as_sampler else "batch_sampler": batch_sampler})
+
+
+def check_splittable(batch_size: int | None, num_processes: int) -> None:
+    """Refuse to split batches of a size that is unknown or no multiple of the number of processes.
+
+    Raises:
+        ConfigurationError: (a ValueError) if the batches cannot be split.
+    """
+    if batch_size is None:
+        raise ConfigurationError(
+            "split_batches=True was given a loader of batch_size=None: batches of unknown size cannot be cut into equal "
+            "parts; give the loader or its batch sampler a `batch_size`, or leave split_batches=False"
+        )
+    if batch_size % num_processes:
+        fitting = max(batch_size // num_processes, 1) * num_processes
+        raise ConfigurationError(
+            f"split_batches=True was given batch_size={batch_size!r}, which {num_processes} processes cannot share "
+            f"equally; use a multiple of {num_processes} such as batch_size={fitting}, or leave split_batches=False"
+        )
+
+
+class BatchSamplerShard(BatchSampler, DataSource):
+    """The batches of a batch sampler that one process takes.
+
+    Batches go to the processes in turns; with `split_batches` each batch is cut into one part a process. Unless the
+    batch sampler drops its last batch, the last round is completed with the first samples of the epoch
+    (`even_batches`), or handed out as it is.
 
     Args:
-        base: The base if it is known; otherwise it is drawn at the first epoch as `RandomSampler` draws its seed.
-        generator: Where to draw from; torch's global generator if None.
-        leaves_no_trace: Whether the global generator is put back after the draw, for samplers that plain PyTorch would
-            not have drawn a seed for.
-        shared: Whether ranks must agree: they then take rank 0's base.
+        batch_sampler: Any iterable of lists of indices; `batch_size` and `drop_last` are read from it if it has them.
+
+    Raises:
+        ConfigurationError: (a ValueError) if `split_batches` is asked for a size that cannot be split.
     """
 
     def __init__(
         self,
-        base: int | None = None,
-        *,
-        generator: torch.Generator | None = None,
-        leaves_no_trace: bool = False,
-        shared: bool = False,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
     ) -> None:
-        self.base = base
-        self.generator = generator
-        self.leaves_no_trace = leaves_no_trace
-        self.is_agreed = not shared
-        self._draws = base is None
-
-    def at(self, epoch: int) -> int:
-        """Return the seed of an epoch; the first call fixes the base."""
-        # Plain PyTorch draws at every epoch: keep drawing, so that what follows sees the same random numbers.
-        if self._draws and not (self.leaves_no_trace and self.base is not None):
-            drawn = self._draw()
-            if self.base is None:
-                self.base = drawn
-        if not self.is_agreed:
-            self.base = agree(self.base or 0)
-            self.is_agreed = True
-        return (self.base or 0) + epoch
-
-    def restore(self, base: int) -> None:
-        """Go on with a base that was saved by all ranks."""
-        self.base = base
-        self.is_agreed = True
-
-    def _draw(self) -> int:
-        before = torch.get_rng_state() if self.leaves_no_trace and self.generator is None else None
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        if before is not None:
-            torch.set_rng_state(before)
-        return drawn
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A `RandomSampler` whose order depends on its seed and epoch alone.
-
-    Args:
-        data_seed: The base seed (keyword only); the seed torch was started with if None.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        data_seed = kwargs.pop("data_seed", None)
-        seed: EpochSeed | None = kwargs.pop("seed", None)
-        super().__init__(*args, **kwargs)
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.seed = seed or EpochSeed(torch.random.initial_seed() if data_seed is None else data_seed)
+        self.batch_size: int = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        if split_batches:
+            check_splittable(self.batch_size, num_processes)
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.order = EpochOrder()
         self.epoch = 0
+        self.start = 0
+        self.observed = Observations()
 
     @property
-    def initial_seed(self) -> int | None:
-        """The base seed, None while it is not drawn."""
-        return self.seed.base
+    def total_length(self) -> int:
+        """The number of batches before sharding."""
+        return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(self.seed.at(self.epoch))
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a round over all processes."""
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 
-    def head_and_rest(self, head: int, start: int) -> tuple[list[int], Iterator[int]]:
-        """Return the first `head` indices of the epoch and those after the first `start`."""
-        size = len(self.data_source)
-        if self.replacement or self.num_samples != size:
-            return _head_and_rest(iter(self), head, start)
-        self.generator.manual_seed(self.seed.at(self.epoch))
-        order = torch.randperm(size, generator=self.generator)
-        return order[:head].tolist(), _listed(order[start:])
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler of the inner batch sampler."""
+        return self.batch_sampler.sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
         self.epoch = epoch
 
+    def __len__(self) -> int:
+        length = len(self.batch_sampler)
+        if self.split_batches:
+            return length
+        full, rest = divmod(length, self.num_processes)
+        if rest == 0 or self.drop_last:
+            return full
+        return full + (self.even_batches or self.process_index < rest)
 
-class Ordering(Protocol):
-    """Open a sampler or batch sampler so that its order depends on seed and epoch."""
+    def plan(self, start: int = 0) -> RoundPlan:
+        """Return the plan of a pass that begins after `start` samples."""
+        inner = self.batch_sampler
+        has_fixed_size = type(inner) is BatchSampler
+        total = None
+        if has_fixed_size:
+            with suppress(TypeError):
+                total = len(inner.sampler)
+        return (RoundPlan if has_fixed_size else VaryingRoundPlan)(
+            total,
+            self.batch_size,
+            self.num_processes,
+            self.split_batches,
+            self.even_batches,
+            self.drop_last,
+            start,
+            self.process_index,
+            is_exact=has_fixed_size and has_exact_length(inner.sampler),
+        )
 
-    seed: EpochSeed | None
+    def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
+        """Begin a pass: indices are passed over, no sample is read."""
+        self.start, self.order.recorded = point.start, point.order
+        return OpenedPass(self.plan(point.start), loader)
 
-    def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """Start an iteration over `source`."""
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.iterate(self.start)
+
+    def iterate(self, start: int = 0, skip: int = 0) -> Iterator[list[int]]:
+        """Yield the batches of a pass that begins after `start` global samples and `skip` of one's own batches."""
+        observed = self.observed = Observations()
+        plan = self.plan(start)
+        if plan.is_observed:
+            return islice(self._varying_batches(plan, observed), skip, None)
+        start += skip * plan.unit
+        batches, first = self._fixed_batches(start, plan.unit)
+        if not plan.is_exact:
+            batches = _counted(batches, observed, start)
+        if self.num_processes == 1 and start == 0:
+            return batches
+        return (indices for indices, _ in plan.deal(batches, first))
+
+    def _fixed_batches(self, start: int, unit: int) -> tuple[Iterator[list[int]], list[list[int]]]:
+        """Return the epoch's batches after `start` samples, and its first round if that was passed over."""
+        if start == 0:
+            return self.order.open(self.batch_sampler, self.epoch), []
+        if type(self.order) is EpochOrder:
+            head, rest = head_and_rest(self.batch_sampler.sampler, unit, start, self.order, self.epoch)
+        else:
+            # Opened in the same way as at the start of an epoch, or its seed would meet other draws.
+            indices = chain.from_iterable(self.order.open(self.batch_sampler, self.epoch))
+            head, rest = split_head(indices, unit, start)
+        return _batched(rest, self.batch_size, self.drop_last), list(_batched(iter(head), self.batch_size, False))
+
+    def _varying_batches(self, plan: RoundPlan, observed: Observations) -> Iterator[list[int]]:
+        batches = self.order.open(self.batch_sampler, self.epoch)
+        first: list[list[int]] = []
+        passed = 0
+        while passed < plan.start and (batch := next(batches, None)) is not None:
+            if len(first) < plan.batches_per_round:
+                first.append(batch)
+            passed += len(batch)
+            if passed > plan.start:
+                batches = chain([batch[plan.start - passed :]], batches)
+        for indices, size in plan.deal(batches, first):
+            observed.batches.append(size)
+            yield indices
 
 
-class FixedOrder:
-    """The order of something that does not shuffle, or that looks after its own seed."""
+def _counted(batches: Iterator[list[int]], observed: Observations, start: int) -> Iterator[list[int]]:
+    """Pass the batches on, and note at their end how many samples the epoch had."""
+    total = start
+    for batch in batches:
+        total += len(batch)
+        yield batch
+    observed.total = total
 
-    seed: EpochSeed | None = None
 
-    def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
-        return iter(source)
+def _batched(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[list[int]]:
+    while batch := list(islice(indices, size)):
+        if drop_last and len(batch) < size:
+            return
+        yield batch
 
 
-class GeneratorOrder:
-    """The order of a sampler that shuffles with its `generator` attribute, seeded anew at each epoch."""
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first `skip_batches` batches."""
 
-    def __init__(self, sampler: Any, seed: EpochSeed) -> None:
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.batch_size: int = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler of the inner batch sampler."""
+        return self.batch_sampler.sampler
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches before skipping."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        inner, skip = self.batch_sampler, self.skip_batches
+        if isinstance(inner, BatchSamplerShard):
+            return inner.iterate(inner.start, skip)
+        if type(inner) is BatchSampler and skip:
+            _, rest = head_and_rest(inner.sampler, 0, skip * inner.batch_size, EpochOrder(), 0)
+            return _batched(rest, inner.batch_size, inner.drop_last)
+        return islice(iter(inner), skip, None)
+
+
+class IndexShard(Sampler[int]):
+    """The indices that one process takes of a sampler whose every index stands for a whole batch."""
+
+    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
+        self.batch_sampler = BatchSamplerShard(_Singles(sampler), num_processes, process_index, False, even_batches)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return (indices[0] for indices in self.batch_sampler)
+
+
+class _Singles:
+    """A sampler's indices as batches of one."""
+
+    def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        self.seed: EpochSeed | None = seed
-        self._seed = seed
 
-    def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
-        if self.sampler.generator is None:
-            self.sampler.generator = torch.Generator()
-        self.sampler.generator.manual_seed(self._seed.at(epoch))
-        return iter(source)
+    def __len__(self) -> int:
+        return len(self.sampler)
 
-
-class AmbientOrder:
-    """The order of a sampler that may shuffle with any global generator (python, numpy, torch)."""
-
-    def __init__(self, seed: EpochSeed) -> None:
-        self.seed: EpochSeed | None = seed
-        self._seed = seed
-
-    def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
-        # Samplers shuffle when they are opened or asked for the first time.
-        with seeded_globals(self._seed.at(epoch)):
-            opened = iter(source)
-            try:
-                first = next(opened)
-            except StopIteration:
-                return
-        yield first
-        yield from opened
-
-
-@contextmanager
-def seeded_globals(seed: int) -> Iterator[None]:
-    """Seed the global generators of python, numpy and torch's CPU, and put them back afterwards."""
-    numpy = sys.modules.get("numpy")
-    saved_python, saved_torch = random.getstate(), torch.get_rng_state()
-    saved_numpy = None if numpy is None else numpy.random.get_state()
-    try:
-        random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        yield
-    finally:
-        random.setstate(saved_python)
-        torch.set_rng_state(saved_torch)
-        if numpy is not None:
-            numpy.random.set_state(saved_numpy)
-
-
-def seedable(sampler: RandomSampler, seed: EpochSeed) -> SeedableRandomSampler:
-    """Return a sampler like the given one, whose order depends on the seed and the epoch."""
-    if sampler.generator is not None and seed.base is None:
-        seed.generator = sampler.generator
-        generator = None
-    else:
-        generator = sampler.generator
-    return SeedableRandomSampler(
-        data_source=sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=generator,
-        seed=seed,
-    )
-
-
-def choose_ordering(sampler: Any, batch_sampler: Any, *, shared: bool) -> Ordering:
-    """Return how the order of a sampler inside a batch sampler (None if there is none) is fixed."""
-    is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
-    if is_plain and type(sampler) in (SequentialSampler, SeedableRandomSampler, range, list, tuple):
-        return FixedOrder()
-    if is_plain and isinstance(getattr(sampler, "generator", False), (torch.Generator, type(None))):
-        generator = sampler.generator
-        seed = EpochSeed(generator=generator, leaves_no_trace=generator is None, shared=shared)
-        return GeneratorOrder(sampler, seed)
-    return AmbientOrder(EpochSeed(leaves_no_trace=True, shared=shared))
-
-
-def head_and_rest(
-    sampler: Any, head: int, start: int, ordering: Ordering, epoch: int
-) -> tuple[list[int], Iterator[int]]:
-    """Return the first `head` indices of an epoch and those after the first `start`; no sample is read."""
-    if type(sampler) is SequentialSampler:
-        size = len(sampler)
-        return list(range(min(head, size))), iter(range(start, size))
-    if isinstance(sampler, SeedableRandomSampler):
-        return sampler.head_and_rest(head, start)
-    return _head_and_rest(ordering.open(sampler, epoch), head, start)
-
-
-def _listed(order: torch.Tensor) -> Iterator[int]:
-    """Yield numbers, made from a tensor a piece at a time: a list of millions takes longer than the shuffle."""
-    for piece in order.split(1 << 16):
-        yield from piece.tolist()
-
-
-def _head_and_rest(indices: Iterator[int], head: int, start: int) -> tuple[list[int], Iterator[int]]:
-    first = list(islice(indices, head))
-    if start >= head:
-        return first, islice(indices, start - head, None)
-    return first, chain(first[start:], indices)
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([index] for index in self.sampler)

@@ -16,6 +16,20 @@ class ActiveLoader(Protocol):
     remainder: int
 
 
+class PassCount(Protocol):
+    """What the run asks of the count of one pass over a loader (`loader.epoch_progress`)."""
+
+    counted: int | None
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the epoch that were handed out so far."""
+
+    @property
+    def consumed_before(self) -> int:
+        """Samples of the epoch that were handed out before the pass."""
+
+
 class GradientState:
     """Shared bookkeeping of gradient accumulation: every instance shows the same values.
 
@@ -198,14 +212,14 @@ class Progress:
     @property
     def samples(self) -> int:
         """Samples of all processes that training loaders have handed out, padding not counted."""
-        return self._before + (self._handed_out() - self._begin if self._pass is not None else 0)
+        return self._before + (self._pass.consumed - self._begin if self._pass is not None else 0)
 
     @samples.setter
     def samples(self, samples: int) -> None:
         self._before = samples
         # What counts is the pass that the next update belongs to.
         self._loader: Any = None
-        self._pass: Any = None
+        self._pass: PassCount | None = None
         self._begin = self._pass_epoch = self._pass_number = 0
 
     def advance(self, loader: Any) -> None:
@@ -215,29 +229,23 @@ class Progress:
 
     def follow(self, loader: Any) -> None:
         """Count the samples of this loader from now on: it is being trained with."""
-        if loader is not None and getattr(loader, "_ledger", None) is not self._pass:
+        if loader is not None and getattr(loader, "epoch_progress", None) is not self._pass:
             self._enter(loader)
 
     def _enter(self, loader: Any) -> None:
         """Begin to count another pass over a training loader."""
         if self._pass is not None:
-            self._before += self._handed_out() - self._begin
-            self._pass.counted = self._handed_out()
-        self._loader, self._pass = loader, getattr(loader, "_ledger", None)
+            self._before += self._pass.consumed - self._begin
+            self._pass.counted = self._pass.consumed
+        self._loader, self._pass = loader, getattr(loader, "epoch_progress", None)
         if self._pass is not None:
             counted = self._pass.counted
-            self._begin = self._pass.consumed(0) if counted is None else counted
+            self._begin = self._pass.consumed_before if counted is None else counted
             self._pass_epoch, self._pass_number = self.epoch, loader.iteration
         for read in GradientState().dataloader_references:
-            for trained in (read, getattr(read, "_origin", None)):
+            for trained in (read, getattr(read, "skipped_from", None)):
                 if trained is not None:
                     trained.trains = True
-
-    def _handed_out(self) -> int:
-        """Return where the pass stands, or stood when the next one over its loader began."""
-        final: int | None = self._pass.final
-        handed_out: int = self._pass.consumed(self._loader._taken) if final is None else final
-        return handed_out
 
     @property
     def next_epoch(self) -> int:

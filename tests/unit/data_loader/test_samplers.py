@@ -1,138 +1,178 @@
-"""The order of an epoch depends on seed and epoch alone, and the first one is plain PyTorch's."""
+"""The observed tables of sharding, and what must hold for any sizes."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
-
-
-def read(loader: DataLoader) -> list[int]:
-    return [int(entry) for batch in loader for entry in batch]
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 
 
-def test_seedable_sampler_follows_seed_and_epoch() -> None:
-    sampler = SeedableRandomSampler(range(10), data_seed=7)
-    first, second = list(sampler), list(sampler)
-    assert first == torch.randperm(10, generator=torch.Generator().manual_seed(7)).tolist()
-    assert second == torch.randperm(10, generator=torch.Generator().manual_seed(8)).tolist()
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    assert sampler.initial_seed == 7
+class Counting(IterableDataset):
+    """The numbers below `length`."""
 
-
-def test_default_seed_is_torchs() -> None:
-    torch.manual_seed(21)
-    assert SeedableRandomSampler(range(3)).initial_seed == 21
-
-
-def test_first_epoch_and_random_numbers_are_those_of_plain_pytorch() -> None:
-    plain = DataLoader(range(20), batch_size=3, shuffle=True)
-    torch.manual_seed(5)
-    order, after_one = read(plain), torch.rand(2)
-    read(plain)
-    after_two = torch.rand(2)
-    torch.manual_seed(5)
-    prepared = prepare_data_loader(plain)
-    assert read(prepared) == order
-    assert torch.equal(torch.rand(2), after_one)
-    assert read(prepared) != order
-    assert torch.equal(torch.rand(2), after_two)
-
-
-def test_two_epochs_differ_and_set_epoch_replays() -> None:
-    prepared = prepare_data_loader(DataLoader(range(20), batch_size=3, shuffle=True))
-    first, second = read(prepared), read(prepared)
-    assert first != second
-    prepared.set_epoch(0)
-    assert read(prepared) == first
-
-
-def test_a_pass_left_early_is_shuffled_anew_unless_seeded_by_the_user() -> None:
-    free = prepare_data_loader(DataLoader(range(50), batch_size=5, shuffle=True))
-    seeded = prepare_data_loader(DataLoader(range(50), batch_size=5, shuffle=True), use_seedable_sampler=True)
-    assert next(iter(free)).tolist() != next(iter(free)).tolist()
-    assert next(iter(seeded)).tolist() == next(iter(seeded)).tolist()
-
-
-class Shuffling(Sampler[int]):
-    """A sampler of a user who shuffles with one of the global generators."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return 20
+    def __init__(self, length: int) -> None:
+        self.length = length
 
     def __iter__(self) -> Iterator[int]:
-        order = list(range(20))
-        if self.source == "python":
-            random.shuffle(order)
-        elif self.source == "numpy":
-            np.random.shuffle(order)
-        else:
-            order = torch.randperm(20).tolist()
-        return iter(order)
+        return iter(range(self.length))
+
+    def __len__(self) -> int:
+        return self.length
 
 
-SAMPLERS = {
-    "random": lambda: RandomSampler(range(20)),
-    "replacement": lambda: RandomSampler(range(20), replacement=True, num_samples=30),
-    "subset": lambda: SubsetRandomSampler(range(20)),
-    "weighted": lambda: WeightedRandomSampler([1.0] * 20, 20, replacement=False),
-    "python": lambda: Shuffling("python"),
-    "numpy": lambda: Shuffling("numpy"),
-    "torch": lambda: Shuffling("torch"),
+def sampler(samples: int, batch_size: int, drop_last: bool = False) -> BatchSampler:
+    return BatchSampler(SequentialSampler(range(samples)), batch_size, drop_last)
+
+
+def shards(batches: Any, count: int, **options: Any) -> list[list[list[int]]]:
+    return [list(BatchSamplerShard(batches, count, rank, **options)) for rank in range(count)]
+
+
+def numbers(text: str) -> list[list[list[int]]]:
+    """Read "01 45 | 23 67" as the batches of two ranks."""
+    return [[[int(digit) for digit in batch] for batch in rank.split()] for rank in text.split("|")]
+
+
+EVEN = {
+    8: "01 45 | 23 67",
+    7: "01 45 | 23 60",
+    6: "01 45 | 23 01",
+    5: "01 40 | 23 12",
+    3: "01 | 20",
+    2: "01 | 01",
+    1: "00 | 00",
 }
+UNEVEN = {8: "01 45 | 23 67", 7: "01 45 | 23 6", 6: "01 45 | 23", 5: "01 4 | 23", 3: "01 | 2", 2: "01 | "}
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_saved_base_gives_the_same_epochs(name: str) -> None:
-    one = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    epochs = [read(one), read(one)]
-    assert epochs[0] != epochs[1]
-    two = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    random.seed(99)
-    np.random.seed(99)
-    torch.manual_seed(99)
-    two.load_state_dict(one.state_dict())
-    two.set_epoch(0)
-    assert [read(two), read(two)] == epochs
+@pytest.mark.parametrize("samples", EVEN)
+def test_even_batches(samples: int) -> None:
+    assert shards(sampler(samples, 2), 2) == numbers(EVEN[samples])
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_starting_in_the_middle_gives_the_rest(name: str) -> None:
-    one = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    whole = read(one)
-    two = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    for number, _ in enumerate(one):
-        if number == 2:
-            break
-    one.set_epoch(0)
-    state = {**one.state_dict(), "epoch": 0, "samples": 9}
-    two.load_state_dict(state)
-    assert read(two) == whole[9:]
+@pytest.mark.parametrize("samples", UNEVEN)
+def test_uneven_batches(samples: int) -> None:
+    assert shards(sampler(samples, 2), 2, even_batches=False) == numbers(UNEVEN[samples])
 
 
-def test_global_generators_are_put_back() -> None:
-    prepared = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=Shuffling("python")))
-    random.seed(3)
-    expected = random.random()
-    random.seed(3)
-    read(prepared)
-    assert random.random() == expected
+@pytest.mark.parametrize("samples", [5, 7])
+def test_drop_last(samples: int) -> None:
+    assert shards(sampler(samples, 2, drop_last=True), 2) == numbers("01 | 23")
 
 
-def test_the_users_loader_is_not_changed() -> None:
-    loader = DataLoader(range(20), batch_size=3, shuffle=True)
-    sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    prepare_data_loader(loader, num_processes=2, process_index=0)
-    assert loader.sampler is sampler
-    assert loader.batch_sampler is batch_sampler
-    assert batch_sampler.sampler is sampler
+@pytest.mark.parametrize(
+    ("samples", "even", "expected"),
+    [(7, True, "01 45 | 23 60"), (7, False, "01 45 | 23 6"), (5, False, "01 4 | 23"), (1, True, "00 | 00")],
+)
+def test_split_batches(samples: int, even: bool, expected: str) -> None:
+    assert shards(sampler(samples, 4), 2, split_batches=True, even_batches=even) == numbers(expected)
+
+
+def test_padding_cycles_over_the_whole_first_round() -> None:
+    assert shards(sampler(9, 2), 4) == numbers("01 80 | 23 12 | 45 34 | 67 56")
+
+
+@pytest.mark.parametrize(
+    ("batches", "count", "even", "expected"),
+    [
+        ([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9]], 3, True, "012 9 | 34 012 | 5678 34"),
+        ([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9]], 3, False, "012 9 | 34 | 5678"),
+        ([[0, 1]], 3, True, "01 | 01 | 01"),
+    ],
+)
+def test_batches_of_unknown_size(batches: list[list[int]], count: int, even: bool, expected: str) -> None:
+    assert shards(batches, count, even_batches=even) == numbers(expected)
+
+
+class Irregular(BatchSampler):
+    """A batch sampler with a declared size that not every batch has."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+        self.batch_size = 2
+        self.drop_last = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def test_a_short_batch_in_the_middle_loses_no_sample() -> None:
+    assert shards(Irregular([[0, 1], [2], [3, 4], [5, 6]]), 2) == numbers("01 34 | 2 56")
+
+
+@pytest.mark.parametrize(("samples", "count"), [(5, 2), (9, 2), (9, 4), (5, 3)])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("even", [True, False])
+def test_length_is_the_number_of_batches(samples: int, count: int, drop_last: bool, even: bool) -> None:
+    for rank in range(count):
+        shard = BatchSamplerShard(sampler(samples, 2, drop_last), count, rank, even_batches=even)
+        assert len(shard) == len(list(shard))
+
+
+def test_split_needs_a_divisible_known_size() -> None:
+    with pytest.raises(ValueError, match="3 processes cannot share"):
+        BatchSamplerShard(sampler(8, 4), 3, 0, split_batches=True)
+    with pytest.raises(ValueError, match="batch_size=None"):
+        BatchSamplerShard([[0, 1]], 2, 0, split_batches=True)
+    with pytest.raises(ValueError, match="3 processes cannot share"):
+        IterableDatasetShard(Counting(8), 4, False, 3, 0, split_batches=True)
+
+
+sizes = st.integers(1, 5)
+
+
+@given(samples=st.integers(0, 40), batch_size=sizes, count=sizes)
+@settings(max_examples=200, deadline=None)
+def test_every_sample_once_without_padding(samples: int, batch_size: int, count: int) -> None:
+    parts = shards(sampler(samples, batch_size), count, even_batches=False)
+    assert sorted(index for part in parts for batch in part for index in batch) == list(range(samples))
+
+
+@given(samples=st.integers(1, 40), batch_size=sizes, count=st.integers(2, 5), split=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_padding_only_at_the_end(samples: int, batch_size: int, count: int, split: bool) -> None:
+    size = batch_size * count if split else batch_size
+    parts = shards(sampler(samples, size), count, split_batches=split)
+    steps = [[index for part in parts for index in part[step]] for step in range(len(parts[0]))]
+    assert {len(part) for part in parts} == {len(steps)}
+    assert {len(step) for step in steps} == {batch_size * count}
+    flat = [index for step in steps for index in step]
+    assert flat[:samples] == list(range(samples))
+
+
+@given(samples=st.integers(1, 40), batch_size=sizes, count=sizes, skip=st.integers(0, 12), even=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_skipping_equals_dropping(samples: int, batch_size: int, count: int, skip: int, even: bool) -> None:
+    for rank in range(count):
+        shard = BatchSamplerShard(sampler(samples, batch_size), count, rank, even_batches=even)
+        assert list(SkipBatchSampler(shard, skip)) == list(shard)[skip:]
+    plain = sampler(samples, batch_size)
+    assert list(SkipBatchSampler(plain, skip)) == list(plain)[skip:]
+    assert len(SkipBatchSampler(plain, skip)) == len(list(plain)[skip:])
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [(7, [[0, 1, 4, 5], [2, 3, 6, 0]]), (5, [[0, 1, 4, 0], [2, 3, 1, 2]]), (1, [[0, 0], [0, 0]])],
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_iterable(samples: int, expected: list[list[int]], split: bool) -> None:
+    size = 4 if split else 2
+    parts = [IterableDatasetShard(Counting(samples), size, False, 2, rank, split) for rank in range(2)]
+    assert [list(part) for part in parts] == expected
+    assert [len(part) for part in parts] == [len(entries) for entries in expected]
+
+
+def test_iterable_drop_last() -> None:
+    parts = [IterableDatasetShard(Counting(7), 2, True, 2, rank) for rank in range(2)]
+    assert [list(part) for part in parts] == [[0, 1], [2, 3]]
+    assert [len(part) for part in parts] == [2, 2]

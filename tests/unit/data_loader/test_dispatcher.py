@@ -1,4 +1,4 @@
-"""Rows, parcels and steps of a dispatched loader, without processes."""
+"""Rows, packed batches and steps of a dispatched loader, without processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerate.data_loader.assembly import Assembler
-from accelerate.data_loader.packing import Parcel, Unpacker
-from accelerate.data_loader.rows import CannotJoinError, count_rows, cut_rows, join_rows
+from accelerate.data_loader.channel import BatchUnpacker, PackedBatch
+from accelerate.data_loader.rows import CannotJoinError, StepAssembler, count_rows, cut_rows, join_rows
 
 
 class Pair(NamedTuple):
@@ -21,10 +20,10 @@ class Pair(NamedTuple):
 
 
 def roundtrip(batch: Any) -> Any:
-    parcel = Parcel(batch)
-    buffer = torch.zeros(parcel.tensor_bytes, dtype=torch.uint8)
-    parcel.write(buffer, 0)
-    return Unpacker(buffer, 0, parcel.others).build(parcel.structure)
+    packed = PackedBatch(batch)
+    buffer = torch.zeros(packed.tensor_bytes, dtype=torch.uint8)
+    packed.write(buffer, 0)
+    return BatchUnpacker(buffer, 0, packed.others).build(packed.structure)
 
 
 BATCHES = [
@@ -39,15 +38,15 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_parcel_arrives_as_it_was(batch: Any) -> None:
+def test_a_packed_batch_arrives_as_it_was(batch: Any) -> None:
     arrived = roundtrip(batch)
     assert type(arrived) is type(batch)
     assert str(arrived) == str(batch)
 
 
 def test_the_same_structure_compares_equal() -> None:
-    assert Parcel({"x": torch.ones(2)}).structure == Parcel({"x": torch.zeros(2)}).structure
-    assert Parcel({"x": torch.ones(2)}).structure != Parcel({"x": torch.ones(3)}).structure
+    assert PackedBatch({"x": torch.ones(2)}).structure == PackedBatch({"x": torch.zeros(2)}).structure
+    assert PackedBatch({"x": torch.ones(2)}).structure != PackedBatch({"x": torch.ones(3)}).structure
 
 
 @pytest.mark.parametrize(("batch", "rows"), list(zip(BATCHES, [2, 2, 2, 2, 2, 3, None], strict=True)))
@@ -77,7 +76,7 @@ def test_columns_are_not_samples() -> None:
 
 def pieces(samples: int, batch_size: int, count: int, **options: Any) -> list[list[tuple[list[int], int | None]]]:
     per_step = options.pop("per_step", count)
-    steps = Assembler(count, per_step, **options).steps(iter(torch.arange(samples).split(batch_size)))
+    steps = StepAssembler(count, per_step, **options).steps(iter(torch.arange(samples).split(batch_size)))
     return [[(piece.tolist(), real) for piece, real in zip(step.pieces, step.real, strict=True)] for step in steps]
 
 
@@ -101,7 +100,7 @@ def test_drop_last_drops_an_incomplete_step() -> None:
 @given(samples=st.integers(1, 40), batch_size=st.integers(1, 5), count=st.integers(1, 4), start=st.integers(0, 40))
 @settings(max_examples=200, deadline=None)
 def test_every_sample_once(samples: int, batch_size: int, count: int, start: int) -> None:
-    steps = list(Assembler(count, count).steps(iter(torch.arange(samples).split(batch_size)), start))
+    steps = list(StepAssembler(count, count).steps(iter(torch.arange(samples).split(batch_size)), start))
     seen = [
         index
         for step in steps
@@ -117,7 +116,7 @@ def test_every_sample_once(samples: int, batch_size: int, count: int, start: int
 
 def test_batches_that_cannot_be_joined_stay_whole() -> None:
     batches = [torch.zeros(2, 1), torch.zeros(2, 2), torch.zeros(2, 3), torch.zeros(1, 4)]
-    steps = list(Assembler(3, 3).steps(iter(batches)))
+    steps = list(StepAssembler(3, 3).steps(iter(batches)))
     assert [tuple(piece.shape) for piece in steps[0].pieces] == [(2, 1), (2, 2), (2, 3)]
     assert [piece.shape[1] for piece in steps[1].pieces] == [4, 4, 4]
     assert steps[1].real == [1, 0, 0]

@@ -19,7 +19,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import Position, Share, prepare_data_loader, skip_first_batches
+from accelerate.data_loader.plan import BatchSize, GroupNote, GroupPlan, Observations, ObservedPlan, RoundPlan
+from accelerate.data_loader.progress import EpochProgress, ResumePoint
 
 
 class Untouchable(Dataset):
@@ -290,7 +292,7 @@ def test_batches_skipped_of_a_sampler_that_miscounts(says: int | None, workers: 
     shares = [[(loader.share[:2], loader.position.samples) for _ in loader] for loader in rest]
     assert shares == [[((2, 2), 12), ((2, 2), 0)], [((2, 2), 12), ((2, 1), 0)]]
     # What the first pass had handed out is not forgotten with the second.
-    assert [loader._ledger.consumed(4) for loader in whole] == [15, 15]
+    assert [loader.epoch_progress.consumed for loader in whole] == [15, 15]
 
 
 @given(
@@ -383,3 +385,40 @@ def test_skipping_micro_batches_keeps_their_windows() -> None:
     assert [(batch.tolist(), skipping.microbatch, skipping.position.samples) for batch in skipping] == whole[2:]
     loader.seek(Position(0, 4))
     assert [batch.tolist() for batch in loader] == [[4], [5, 6], [7, 8], [9], [10]]
+
+
+# --- the count alone -------------------------------------------------------------------------------------------------
+
+
+def test_a_count_of_fixed_sizes_is_computed() -> None:
+    progress = EpochProgress(RoundPlan(11, 2, 2, rank=1), skipped=1)
+    assert (progress.num_batches, progress.consumed, progress.consumed_before) == (2, 4, 4)
+    progress.taken = 2
+    assert (progress.consumed, progress.share, progress.remainder) == (11, Share(2, 1), 3)
+
+
+def test_a_count_of_unknown_sizes_is_added_up() -> None:
+    progress = EpochProgress(ObservedPlan())
+    progress.start_from(10)
+    progress.hand_out(BatchSize(Share(3, 2), samples=5))
+    assert (progress.consumed_before, progress.consumed, progress.share) == (10, 15, Share(3, 2))
+
+
+def test_skipped_batches_of_a_sampler_are_counted_but_not_handed_out() -> None:
+    sizes = [BatchSize(Share(rows, rows), rows) for rows in (1, 2, 3)]
+    progress = EpochProgress(ObservedPlan(), skipped=2)
+    observed = Observations()
+    observed.batches.extend(sizes)
+    progress.observe(observed)
+    progress.hand_out()
+    assert (progress.taken, progress.consumed_before, progress.consumed, progress.share) == (1, 3, 6, Share(3, 3))
+
+
+def test_streams_are_counted_each() -> None:
+    progress = EpochProgress(GroupPlan(4, streams=(0, 0)))
+    progress.pass_over(GroupNote(4, 0))
+    for note in (GroupNote(4, 1), GroupNote(3, 0)):
+        progress.hand_out(note)
+    point = progress.resume_point(Position(2, progress.consumed), workers=2, order=None)
+    assert point == ResumePoint(2, 11, 4, 2, (7, 4), rounds=3, batches=2, is_reached_by_torchdata=True)
+    assert ResumePoint.from_state_dict(point.state_dict()).streams == (7, 4)

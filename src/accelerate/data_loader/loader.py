@@ -1,0 +1,338 @@
+"""The loader that each process reads for itself, and loaders that leave out the first batches of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.nested import place_batch
+from accelerate.collectives.rng import synchronize_rng_states
+from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.iterables import AnnotatedBatch, IterableDatasetShard, Offset, whole_dataset
+from accelerate.data_loader.order import EpochOrder
+from accelerate.data_loader.plan import Observations, PlainPlan
+from accelerate.data_loader.progress import DataSource, EpochProgress, OpenedPass, ResumePoint
+from accelerate.data_loader.samplers import (
+    SkipBatchSampler,
+    copy_loader,
+    copy_with,
+    copy_with_batch_sampler,
+    nested_samplers,
+    outer_batch_sampler,
+)
+
+_NOTHING: Any = object()
+# What is made of tensors; another object may want its own `to` to be called.
+_MADE_OF_TENSORS = frozenset({dict, list, tuple, torch.Tensor})
+
+
+class PlainSource(DataSource):
+    """A loader that is read as it is: for one process, or divided by a sampler or dataset that is not ours.
+
+    Args:
+        divided_by: Among how many processes others have divided the data, 0 if they have not.
+    """
+
+    def __init__(self, loader: Any, divided_by: int = 0) -> None:
+        self.loader = loader
+        self.divided_by = divided_by
+        self.sampler = outer_batch_sampler(loader)
+        self.num_processes = divided_by or getattr(getattr(loader, "dataset", None), "num_processes", 1)
+        self.observed = Observations()
+        self.order = EpochOrder()
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step over all processes."""
+        size: int = self.loader.batch_size if self.sampler is None else self.sampler.batch_size
+        if getattr(self.sampler, "split_batches", False):
+            return size
+        return size * (self.divided_by or getattr(self.sampler, "num_processes", 1))
+
+    def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
+        """Begin a pass; samples are passed over as indices or elements where that is possible, else as batches."""
+        batch_size = getattr(self.sampler, "batch_size", None) or getattr(loader, "batch_size", None) or 1
+        unit = batch_size * max(self.divided_by, 1)
+        plan = PlainPlan(unit, point.start, remainder=-1 if self.divided_by else None)
+        if point.start == 0 or dataset_is_placed:
+            return OpenedPass(plan, loader)
+        dataset: Any = getattr(loader, "dataset", None)
+        is_iterable = isinstance(dataset, IterableDataset)
+        if is_iterable and loader.num_workers <= 1 and not self.divided_by:
+            return OpenedPass(plan, copy_loader(loader, dataset=Offset(dataset, point.start)))
+        dropped, rest = divmod(point.start, unit)
+        if dataset is not None and self.sampler is not None and not is_iterable:
+            return OpenedPass(plan, copy_with_batch_sampler(loader, SkipBatchSampler(self.sampler, dropped)))
+        return OpenedPass(plan, loader, dropped + (rest > 0))
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader whose batches belong to this process and are put on its device.
+
+    `end_of_dataloader` is true while the last batch is processed; where the number of batches is not known beforehand,
+    one is read ahead for that.
+
+    Args:
+        device: Where batches are put; where they are if None.
+        rng_types: Random generators that take rank 0's state at the start of each pass.
+        synchronized_generator: The generator meant by "generator" in `rng_types`.
+        skip_batches: Batches left out at the start of each pass.
+        use_stateful_dataloader: Whether torchdata's loader, which can save its state, reads the data.
+        torch_device_mesh: Accepted for symmetry with the dispatcher.
+        iteration: Number of the next epoch.
+        kwargs: Arguments of `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Iterable[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.device = torch.device(device) if isinstance(device, (str, int)) else device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng_types is not None and not self._goes_on:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        try:
+            source, progress, batches = self._open()
+            length = progress.num_batches
+            if length is None or self._saves_state() is not None:
+                yield from self._read_ahead(source, progress, batches)
+                return
+            # The last of a known number of batches needs no look at the next. This loop is all that is done for a batch.
+            device, non_blocking = self.device, self._non_blocking
+            stays = _MADE_OF_TENSORS if _is_only_device(device) else ()
+            for number, batch in enumerate(batches, 1):
+                progress.taken = number
+                if number == length:
+                    self.end_of_dataloader = True
+                yield batch if device is None or type(batch) in stays else place_batch(batch, device, non_blocking)
+            if length:
+                self._complete()
+            else:
+                self._end_empty(progress)
+        finally:
+            self.end()
+
+    def _open(self) -> tuple[DataSource, EpochProgress, Iterator[Any]]:
+        """Begin a pass: return where its data comes from, its count, and its batches."""
+        point = self._begin_pass()
+        base = self.base_dataloader
+        source = self._source
+        is_placed = self._place_dataset(point)
+        plan, reader, dropped = source.open_pass(base, point, dataset_is_placed=is_placed)
+        dropped += self.skip_batches
+        skipped = self.skip_batches + skipped_by_samplers(base) + point.batches
+        progress = EpochProgress(plan, skipped, point.batches)
+        self._start_progress(progress, point)
+        self._forward_epoch()
+        self.begin()
+        if plan.remainder is not None:
+            self.remainder = -1 if self._drop_last else plan.remainder
+        saves = self._saves_state()
+        batches = self._start_reading(reader)
+        if saves is not None:
+            batches = _with_states(batches, saves)
+        if dropped:
+            is_counted = plan.has_notes
+            batches = _pass_over(batches, dropped, progress) if is_counted else islice(batches, dropped, None)
+        return source, progress, batches
+
+    @property
+    def _source(self) -> DataSource:
+        """What the data comes from; it is looked up anew, because users exchange samplers."""
+        base = self.base_dataloader
+        for part in nested_samplers(base):
+            if isinstance(part, DataSource):
+                return part
+        dataset = getattr(base, "dataset", None)
+        if isinstance(dataset, DataSource) and not self.split_elsewhere:
+            return dataset
+        return PlainSource(base, self.split_elsewhere)
+
+    def _read_ahead(self, source: DataSource, progress: EpochProgress, batches: Iterator[Any]) -> Iterator[Any]:
+        """Hand out batches of unknown number, reading one ahead to know the last one."""
+        batch = next(batches, _NOTHING)
+        if batch is _NOTHING:
+            self._end_empty(progress)
+            return
+        progress.observe(source.observed)
+        for upcoming in batches:
+            yield self._hand_out(batch, progress)
+            batch = upcoming
+        self.end_of_dataloader = True
+        batch = self._hand_out(batch, progress)
+        if progress.remainder is not None and not self._drop_last:
+            self.remainder = progress.remainder
+        yield batch
+        self._complete()
+
+    def _hand_out(self, batch: Any, progress: EpochProgress) -> Any:
+        """Count a batch, take what it brought along, and put it on the device."""
+        if type(batch) is AnnotatedBatch:
+            progress.hand_out(batch.note)
+            if batch.state is not None:
+                self._keep_state(batch.state, is_last=self.end_of_dataloader)
+            batch = batch.batch
+        else:
+            progress.hand_out()
+        return batch if self.device is None else place_batch(batch, self.device, self._non_blocking)
+
+    def _end_empty(self, progress: EpochProgress) -> None:
+        """Count a pass without a batch if it was the rest of an epoch; an empty loader stays where it is."""
+        if progress.plan.start:
+            self._complete()
+        self._finish()
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self.skip_batches, 0)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step over all processes."""
+        return self._source.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset over all processes."""
+        dataset = whole_dataset(self.base_dataloader)
+        length: int = dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+        return length
+
+    @property
+    def dataset(self) -> Any:
+        """What is read; for one process the dataset that its user gave."""
+        dataset = self.base_dataloader.dataset
+        is_whole = isinstance(dataset, IterableDatasetShard) and not dataset.completes
+        return dataset.dataset if is_whole else dataset
+
+    @property
+    def _layout(self) -> list[int]:
+        source = self._source
+        with suppress(AttributeError, TypeError):
+            return [source.total_batch_size, source.num_processes, *super()._layout, self._num_readers]
+        return [source.num_processes, *super()._layout, self._num_readers]
+
+
+def skipped_by_samplers(loader: Any) -> int:
+    """Return how many of the first batches the samplers of a loader leave out."""
+    return sum(part.skip_batches for part in nested_samplers(loader) if isinstance(part, SkipBatchSampler))
+
+
+def _is_only_device(device: torch.device | None) -> bool:
+    """Return whether there is no other place for a tensor in this process, so that none has to be moved."""
+    return device is not None and device.type == "cpu" and not torch.accelerator.is_available()
+
+
+def _with_states(batches: Iterator[Any], saves: Callable[[], Any]) -> Iterator[AnnotatedBatch]:
+    """Take the state after each batch, before the next one is read ahead."""
+    for batch in batches:
+        annotated = batch if type(batch) is AnnotatedBatch else AnnotatedBatch(batch)
+        annotated.state = saves()
+        yield annotated
+
+
+def _pass_over(batches: Iterator[Any], count: int, progress: EpochProgress) -> Iterator[Any]:
+    """Draw and drop the first batches, but count them."""
+    for batch in islice(batches, count):
+        progress.pass_over(batch.note if type(batch) is AnnotatedBatch else None)
+    yield from batches
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A plain loader that draws and drops its first `skip_batches` batches, for data that cannot be indexed."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a step."""
+        size: int = self.base_dataloader.batch_size
+        return size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset."""
+        return len(self.base_dataloader.dataset)
+
+    def __len__(self) -> int:
+        return max(len(self.base_dataloader) - self.skip_batches, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        try:
+            yield from islice(self.base_dataloader, self.skip_batches, None)
+        finally:
+            self.end()
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader of the same kind, with everything kept, that starts `num_batches` batches in.
+
+    It is meant for the rest of one epoch: iterated again, it skips again. Once it was read to its end, the given
+    loader goes on with the next epoch. If that loader's position was restored, `num_batches` counts from the start of
+    the epoch, not from the position: the result starts at batch `num_batches`.
+
+    Raises:
+        ConfigurationError: (a ValueError) if `num_batches` is negative.
+    """
+    if num_batches < 0:
+        raise ConfigurationError(
+            f"skip_first_batches was given num_batches={num_batches!r}: there is nothing before the first batch; pass 0 "
+            "or more"
+        )
+    if isinstance(dataloader, SkipDataLoader):
+        return SkipDataLoader(None, dataloader.skip_batches + num_batches, _base_dataloader=dataloader.base_dataloader)
+    if not isinstance(dataloader, DataLoaderAdapter):
+        skipping = _skip_by_sampler(dataloader, num_batches) if isinstance(dataloader, DataLoader) else None
+        return SkipDataLoader(None, num_batches, _base_dataloader=dataloader) if skipping is None else skipping
+    changes: dict[str, Any] = {
+        "skipped_from": dataloader,
+        "epoch_progress": None,
+        "_skips_to_restored": dataloader._goes_on and num_batches > 0,
+    }
+    # The given loader no longer goes to a restored position by itself.
+    dataloader._forget_resume()
+    skipping = _skip_by_sampler(dataloader.base_dataloader, num_batches * dataloader._batches_per_step)
+    if skipping is not None:
+        changes["base_dataloader"] = skipping
+    else:
+        changes["skip_batches"] = dataloader.skip_batches + num_batches
+    return copy_with(dataloader, **changes)
+
+
+def _skip_by_sampler(loader: Any, num_batches: int) -> Any | None:
+    """Return a copy of the loader that passes over indices instead of samples, None if there are none."""
+    dataset, batch_sampler = getattr(loader, "dataset", None), outer_batch_sampler(loader)
+    if dataset is None or isinstance(dataset, IterableDataset) or batch_sampler is None:
+        return None
+    skip = num_batches
+    if isinstance(batch_sampler, SkipBatchSampler):
+        skip, batch_sampler = skip + batch_sampler.skip_batches, batch_sampler.batch_sampler
+    return copy_with_batch_sampler(loader, SkipBatchSampler(batch_sampler, skip))

@@ -1,0 +1,250 @@
+"""Where a loader stands in its epoch: the count of one pass over it, and what a later pass needs to go on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from accelerate.data_loader.order import EpochOrder
+from accelerate.data_loader.plan import UNKNOWN_SHARE, BatchSize, EpochPlan, MicroBatch, Observations, Share
+
+
+@dataclass(frozen=True)
+class Position:
+    """Say where a loader stands: `samples` of epoch `epoch` were handed out, over all processes together.
+
+    It is counted in global samples, so it means the same on any number of processes.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A position and how it was reached, which matters for data that cannot be indexed.
+
+    Args:
+        unit: Global samples of a step, 0 if unknown.
+        workers: Processes that read for one loader of an iterable dataset, 0 if unknown.
+        streams: Samples that each worker's own stream has handed out, where there are several.
+        rounds: Batches since the start of the epoch, None if they had different sizes.
+        dataset: The state of a dataset that can save its own.
+        order: What the sampler drew for this epoch, where that is recorded instead of computed from a seed.
+        batches: Batches that torchdata's loader passes over by itself.
+        is_reached_by_torchdata: Whether torchdata's loader goes there by itself.
+    """
+
+    epoch: int = 0
+    samples: int = 0
+    unit: int = 0
+    workers: int = 0
+    streams: tuple[int, ...] = ()
+    rounds: int | None = None
+    dataset: Any = None
+    order: Any = None
+    batches: int = 0
+    is_reached_by_torchdata: bool = False
+
+    @property
+    def position(self) -> Position:
+        """The position alone."""
+        return Position(self.epoch, self.samples)
+
+    @property
+    def start(self) -> int:
+        """Samples that we have to pass over ourselves."""
+        return 0 if self.is_reached_by_torchdata else self.samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        state: dict[str, Any] = {"epoch": self.epoch, "samples": self.samples, "unit": self.unit}
+        if self.workers:
+            state["workers"] = self.workers
+        if self.streams:
+            state |= {"streams": list(self.streams), "rounds": self.rounds}
+        if self.dataset is not None:
+            state["dataset"] = self.dataset
+        if self.order is not None:
+            state["order"] = self.order
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], epoch: int = 0) -> ResumePoint:
+        """Return what `state_dict` gave; `epoch` where it says none."""
+        return cls(
+            epoch=state.get("epoch", epoch),
+            samples=state.get("samples", 0),
+            unit=state.get("unit", 0),
+            workers=state.get("workers", 0),
+            streams=tuple(state.get("streams", ())),
+            rounds=state.get("rounds"),
+            dataset=state.get("dataset"),
+            order=state.get("order"),
+        )
+
+
+class EpochProgress:
+    """The count of one pass over a loader: what was handed out, and what this process holds of the batch at hand.
+
+    Sizes that the plan can compute are computed when somebody asks; the others are added up batch by batch.
+
+    Args:
+        plan: The arithmetic of the pass.
+        skipped: Batches of this process that the pass leaves out.
+        resumed_batches: How many of them torchdata's loader passes over by itself.
+    """
+
+    taken: int = 0
+    """Batches that were handed out."""
+    is_finished: bool = False
+    """Whether the pass was read to its end, or the loader was sent elsewhere."""
+    counted: int | None = None
+    """How much of it the progress of the run has counted already."""
+    torchdata_counts: bool = True
+    """Whether the batches that torchdata's loader counts by itself are those of the plan."""
+    dataset_state: Any = None
+    """The state of a dataset that saves its own, behind the batch at hand."""
+
+    def __init__(self, plan: EpochPlan, skipped: int = 0, resumed_batches: int = 0) -> None:
+        self._plan = plan
+        self.observed = Observations()
+        self.skipped = skipped
+        self.resumed_batches = resumed_batches
+        self.size: BatchSize | None = None
+        self._sum = self._sum_before = plan.start
+        self._streams, self._rounds = list(plan.streams), plan.rounds
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The arithmetic of the pass, with the total if reading has shown it."""
+        total = self.observed.total
+        return self._plan if total is None else self._plan.with_total(total)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of the pass, None if that is only known when they have come."""
+        count = self._plan.num_batches
+        return None if count is None else max(count - self.skipped, 0)
+
+    @property
+    def _number(self) -> int:
+        """Number of the batch at hand, counted from where the plan starts."""
+        return self.taken + self.skipped
+
+    @property
+    def consumed(self) -> int:
+        """Global samples of the epoch handed out so far."""
+        return self._sum if self._plan.is_observed else self.plan.consumed(self._number)
+
+    @property
+    def consumed_before(self) -> int:
+        """Global samples of the epoch handed out before the pass."""
+        return self._sum_before if self._plan.is_observed else self.plan.consumed(self.skipped)
+
+    @property
+    def share(self) -> Share:
+        """Rows of this process's batch, padding included, and how many of the leading ones are real samples."""
+        if not self.taken:
+            return UNKNOWN_SHARE
+        return self.plan.share(self._number) if self.size is None else self.size.share
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """The batch's part in its global batch, None without one."""
+        return self.plan.micro_batch(self._number) if self.taken else None
+
+    @property
+    def remainder(self) -> int | None:
+        """Real samples of the batch at hand, which is the last, if it is incomplete; None to ask the dataset."""
+        return self.plan.remainder if self.size is None else self.size.remainder
+
+    def start_from(self, samples: int) -> None:
+        """Begin to count after so many samples of the epoch."""
+        self._sum = self._sum_before = samples
+
+    def observe(self, observed: Observations) -> None:
+        """Take what a sampler notes of this pass: it has drawn the batches that the pass leaves out, and more."""
+        self.observed = observed
+        if observed.batches:
+            for _ in range(self.skipped):
+                self._add(observed.batches.popleft())
+            self._sum_before = self._sum
+
+    def pass_over(self, note: Any) -> None:
+        """Count a batch of an observed plan that was drawn and dropped before the first one was handed out."""
+        self._add(self._plan.size_of(note))
+        self._sum_before = self._sum
+        self._rounds = None if self._rounds is None else self._rounds + 1
+
+    def hand_out(self, note: Any = None) -> None:
+        """Count a batch; `note` is what came along with it, if anything did."""
+        self.taken += 1
+        if self._plan.is_observed:
+            self.size = self._plan.size_of(self.observed.batches.popleft() if self.observed.batches else note)
+            self._add(self.size)
+        elif note is not None:
+            self.observed.total = note
+
+    def _add(self, size: BatchSize) -> None:
+        self._sum += size.samples
+        if self._streams:
+            self._streams[size.worker] += size.samples
+
+    def resume_point(self, position: Position, *, workers: int, order: Any) -> ResumePoint:
+        """Return what a later pass needs to go on behind the batch at hand.
+
+        Args:
+            workers: Processes that read an iterable dataset, 0 for indexed data.
+            order: The epoch's order, if it was recorded.
+        """
+        point = ResumePoint(
+            position.epoch, position.samples, self._plan.unit, is_reached_by_torchdata=self.torchdata_counts
+        )
+        if position.samples == 0:
+            return point
+        return replace(
+            point,
+            batches=self.resumed_batches + self.taken,
+            workers=workers,
+            streams=tuple(self._streams),
+            rounds=None if self._rounds is None else self._rounds + self.taken,
+            dataset=self.dataset_state if self.plan.ends_reading(self._number) else None,
+            order=order,
+        )
+
+
+class OpenedPass(NamedTuple):
+    """What a pass reads: its plan, the loader to iterate, and how many of its first batches are drawn and dropped."""
+
+    plan: EpochPlan
+    loader: Any
+    dropped: int = 0
+
+
+class DataSource(ABC):
+    """What a loader's data comes from: a sampler or an iterable dataset that knows one process's part of it.
+
+    Kinds of data differ by the plan that their source gives.
+    """
+
+    num_processes: int = 1
+    """Processes that share the data."""
+    observed: Observations
+    """What was seen in the iteration that was begun last."""
+    order: EpochOrder
+
+    @property
+    @abstractmethod
+    def total_batch_size(self) -> int:
+        """Samples of a step over all processes."""
+
+    @abstractmethod
+    def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
+        """Begin a pass over `loader`, which reads from this, behind `point`.
+
+        Args:
+            dataset_is_placed: Whether a dataset that saves its own state stands there already.
+        """
