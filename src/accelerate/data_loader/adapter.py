@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.imports import require
 from accelerate._base.helpers import warn_once
+from accelerate._base.imports import require
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochOrder, EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
