@@ -27,7 +27,7 @@ ENVIRONMENT_ROOMS = ("config/env.py", "runtime/rank_sources.py")
 VENDOR_ROOMS = ("devices/", "_base/enums.py", "_base/imports.py", "utils/imports.py")
 DISTRIBUTED_TYPE_ROOMS = ("strategies/registry.py",)
 # The public load(), which defaults to weights_only=True and lets its caller choose.
-TORCH_LOAD_ROOMS = ("checkpointing/files.py",)
+TORCH_LOAD_ROOMS = ("checkpointing/torch_files.py",)
 TORCH_FREE_ROOMS = ("__init__.py", "_base/", "config/")
 STATE_ROOMS = ("runtime/current.py",)
 # Module-level names that change after import, outside STATE_ROOMS: name -> why it stands where it stands.

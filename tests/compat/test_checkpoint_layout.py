@@ -75,7 +75,7 @@ def test_checkpoints_of_the_release_are_listed_as_unverified() -> None:
 
 @pytest.mark.parametrize("safe", [True, False])
 def test_our_files_have_the_names_and_keys_of_the_release(make: ModuleType, tmp_path: Path, safe: bool) -> None:
-    from accelerate.checkpointing.files import load
+    from accelerate.checkpointing.torch_files import load
 
     run = make.Run(value=5)
     run.train(2)

@@ -36,7 +36,7 @@ if os.environ.get("RANK") == "1":
 LOADERS_FORGET = """
 import os
 if "RANK" in os.environ:
-    from accelerate.checkpointing.parts.loader import LoaderPart
+    from accelerate.checkpointing.parts import LoaderPart
     LoaderPart.restore = lambda self, payload: None
 """
 

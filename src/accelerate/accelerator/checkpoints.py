@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.errors import ConfigurationError
 from accelerate.accelerator.window import AccumulationWindow
-from accelerate.checkpointing import catalog, names
-from accelerate.checkpointing.catalog import CheckpointInfo
-from accelerate.checkpointing.checkpointer import Checkpointer
+from accelerate.checkpointing import catalog
+from accelerate.checkpointing.catalog import CHECKPOINTS, CheckpointInfo, number_of, numbered
 from accelerate.checkpointing.manifest import Facts, Manifest
-from accelerate.checkpointing.parts import (
-    CustomPart,
-    ModelPart,
-    Part,
-    Prepared,
-    ProgressPart,
-    RandomPart,
-    WeightsPart,
-    WindowPart,
-)
-from accelerate.checkpointing.parts.objects import check_custom_count
-from accelerate.checkpointing.state_folder import load_options
+from accelerate.checkpointing.parts import Part, Prepared, load_options
+from accelerate.checkpointing.run_parts import CustomPart, ProgressPart, RandomPart, WindowPart
+from accelerate.checkpointing.state import Checkpointer, LoadHook, SaveHook
 from accelerate.config.plugins.training import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState, Progress
@@ -37,8 +27,6 @@ from accelerate.strategies.base import Strategy
 
 _LOG = logging.getLogger(__name__)
 _LATEST = "latest"
-SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
-LoadHook = Callable[[list[torch.nn.Module], str], None]
 
 
 class CheckpointMixin:
@@ -102,17 +90,16 @@ class CheckpointMixin:
         target = self._next_target(output_dir)
         config = self.project_configuration
         facts = Facts(**self._progress.state_dict(), iteration=config.iteration)
-        prepared = self._prepared(self._models, safe_serialization=safe_serialization)
-
-        def collect(stage: Path) -> Sequence[Part]:
-            parts = self._without_hooked(self.strategy.checkpoint_parts(prepared), stage, safe_serialization)
-            return [*parts, *self._own_parts()]
-
-        def rotate() -> None:
-            if config.automatic_checkpoint_naming and config.total_limit:
-                _rotate(target, config.total_limit)
-
-        self._checkpointer.save(target.resolve(), collect, facts, blocking=blocking, afterwards=rotate)
+        self._checkpointer.save(
+            target.resolve(),
+            self.strategy,
+            self._prepared(safe_serialization=safe_serialization),
+            self._own_parts(),
+            facts,
+            hooks=list(self._save_model_state_pre_hook.values()),
+            blocking=blocking,
+            keep=config.total_limit if config.automatic_checkpoint_naming else None,
+        )
         config.iteration += 1
         return target
 
@@ -146,13 +133,14 @@ class CheckpointMixin:
         self.wait_for_save()
         place = load_model_func_kwargs.pop("map_location", None)
         options = load_options(place, load_kwargs or {}, load_model_func_kwargs, rank=current.runtime().rank)
-        hooks = bool(self._load_model_state_pre_hook)
+        state = (self.strategy, self._prepared(), self._own_parts(), options)
+        hooks = list(self._load_model_state_pre_hook.values())
         given = Path(input_dir).expanduser() if input_dir is not None else None
         source: Path
         manifest: Manifest | None
         if given is None or (str(input_dir) == _LATEST and not given.is_dir()):
             folder = self._checkpoints_folder("load_state() without a folder")
-            source, manifest = self._checkpointer.load_newest(folder, self._to_load, options, verify_first=hooks)
+            source, manifest = self._checkpointer.load_newest(folder, *state, hooks=hooks)
         else:
             if not given.is_dir():
                 raise ConfigurationError(
@@ -160,7 +148,7 @@ class CheckpointMixin:
                     "checkpoint; accelerator.checkpoints() lists those of the project."
                 )
             source = given
-            manifest = self._checkpointer.load(source, self._to_load, options, verify_first=hooks)
+            manifest = self._checkpointer.load(source, *state, hooks=hooks)
         self._progress.was_restored = True  # also by a checkpoint that says nothing of it
         self._go_on_counting(source, manifest)
 
@@ -209,9 +197,9 @@ class CheckpointMixin:
         self._load_model_state_pre_hook[handle.id] = hook
         return handle
 
-    def _prepared(self, models: Sequence[torch.nn.Module], *, safe_serialization: bool = True) -> Prepared:
+    def _prepared(self, *, safe_serialization: bool = True) -> Prepared:
         return Prepared(
-            models=models,
+            models=self._models,
             optimizers=self._optimizers,
             schedulers=self._schedulers,
             loaders=self._dataloaders,
@@ -229,23 +217,6 @@ class CheckpointMixin:
             RandomPart(self, runtime.rank, runtime.backend),
         ]
 
-    def _without_hooked(self, parts: list[Part], stage: Path, safe_serialization: bool) -> list[Part]:
-        """Let hooks take over the writing of weights, and return the parts that are left."""
-        if not self._save_model_state_pre_hook:
-            return parts
-        weights: list[Any] = [part.weights() for part in parts if isinstance(part, ModelPart)]
-        for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, weights, str(stage))
-        left = [WeightsPart(entry, index, safe_serialization=safe_serialization) for index, entry in enumerate(weights)]
-        return [*left, *(part for part in parts if not isinstance(part, ModelPart))]
-
-    def _to_load(self, source: Path) -> Sequence[Part]:
-        models = list(self._models)
-        for hook in self._load_model_state_pre_hook.values():
-            hook(models, str(source))
-        check_custom_count(source, self._custom_objects)
-        return [*self.strategy.checkpoint_parts(self._prepared(models)), *self._own_parts()]
-
     def _checkpoints_folder(self, what: str) -> Path:
         """Return where checkpoints are looked for: the numbered ones, or the folder of the project."""
         project = self.project_configuration.project_dir
@@ -254,7 +225,7 @@ class CheckpointMixin:
                 f"{what} looks in the folder of the project, and this Accelerator has none. Write "
                 "Accelerator(project_dir=...), or give a folder."
             )
-        inside = Path(project).expanduser() / names.CHECKPOINTS
+        inside = Path(project).expanduser() / CHECKPOINTS
         return inside if inside.is_dir() else Path(project).expanduser()
 
     def _next_target(self, output_dir: str | PathLike[str] | None) -> Path:
@@ -271,7 +242,7 @@ class CheckpointMixin:
                 "automatic_checkpoint_naming=True was given without a project_dir, so there is no place for "
                 "checkpoints. Write ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        target = names.numbered(Path(config.project_dir).expanduser() / names.CHECKPOINTS, config.iteration)
+        target = numbered(Path(config.project_dir).expanduser() / CHECKPOINTS, config.iteration)
         if target.is_dir() and catalog.inspect(target).is_valid:
             raise ConfigurationError(
                 f"save_state would write {str(target)!r}, and there is a checkpoint already, of another run perhaps. "
@@ -283,21 +254,14 @@ class CheckpointMixin:
     def _go_on_counting(self, source: Path, manifest: Manifest | None) -> None:
         """Give the next checkpoint a number after that of the one that was loaded, and after all that are there."""
         config = self.project_configuration
-        number = names.number_of(source)
+        number = number_of(source)
         if number is None and manifest is not None:
             number = manifest.facts.iteration
         if number is None:
             return
         taken = [number]
         if config.automatic_checkpoint_naming and config.project_dir is not None:
-            folder = Path(config.project_dir).expanduser() / names.CHECKPOINTS
+            folder = Path(config.project_dir).expanduser() / CHECKPOINTS
             entries = folder.iterdir() if folder.is_dir() else ()
-            taken += [found for entry in entries if (found := names.number_of(entry)) is not None]
+            taken += [found for entry in entries if (found := number_of(entry)) is not None]
         config.iteration = max(taken) + 1
-
-
-def _rotate(target: Path, limit: int) -> None:
-    try:
-        catalog.prune(target.parent, limit, spare=target)
-    except (OSError, CheckpointError) as error:
-        _LOG.warning("Older checkpoints in %s were not removed: %s", target.parent, error)

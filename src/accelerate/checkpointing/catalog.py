@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from accelerate._base.constants import RNG_STATE_NAME
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.checkpointing import names, sealed
-from accelerate.checkpointing.manifest import Facts, Manifest
+from accelerate.checkpointing.manifest import MANIFEST, Facts, Manifest, finish_publish, is_own_file, is_pending
 from accelerate.runtime import atomic
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a project that holds its numbered checkpoints."""
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ def catalog(folder: Path | str, *, checksums: bool = False) -> list[CheckpointIn
     for entry in _checkpoint_folders(Path(folder)):
         with suppress(FileNotFoundError):  # another process is removing it
             found.append(inspect(entry, checksums))
-    by_number = all(names.number_of(info.path) is not None for info in found)
-    return sorted(found, key=lambda info: (names.number_of(info.path) or 0) if by_number else info.created)
+    by_number = all(number_of(info.path) is not None for info in found)
+    return sorted(found, key=lambda info: (number_of(info.path) or 0) if by_number else info.created)
 
 
 def newest_valid(folder: Path | str, *, without: Container[Path] = ()) -> Choice[CheckpointInfo | None]:
@@ -91,7 +96,7 @@ def surplus(checkpoints: Sequence[CheckpointInfo], keep: int, *, spare: Path | N
             f"keep={keep!r} was given, which would remove every checkpoint. Write 1 or more, or delete the folder."
         )
     if spare is not None:
-        checkpoints = [info for info in checkpoints if info.path != spare and names.number_of(info.path) is not None]
+        checkpoints = [info for info in checkpoints if info.path != spare and number_of(info.path) is not None]
         keep -= 1
     elif not any(info.is_valid for info in checkpoints):
         return []  # what is broken may be all that is left of a run
@@ -109,7 +114,7 @@ def prune(folder: Path | str, keep: int, *, spare: Path | None = None) -> list[P
 
 
 def _checkpoint_folders(folder: Path) -> Iterator[Path]:
-    inside = folder / names.CHECKPOINTS
+    inside = folder / CHECKPOINTS
     folder = inside if inside.is_dir() else folder
     if not folder.is_dir():
         return
@@ -120,14 +125,14 @@ def _checkpoint_folders(folder: Path) -> Iterator[Path]:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder was written by `save_state`, here or by the library that this one follows."""
-    if sealed.is_pending(folder) or (folder / names.MANIFEST).is_file():
+    if is_pending(folder) or (folder / MANIFEST).is_file():
         return True
-    return names.number_of(folder) is not None or any(folder.glob(names.random_file(0)))
+    return number_of(folder) is not None or (folder / f"{RNG_STATE_NAME}_0.pkl").is_file()
 
 
 def inspect(folder: Path, checksums: bool = False) -> CheckpointInfo:
     """Return what is known of a checkpoint; one that a killed save left half in place is put in place first."""
-    sealed.finish(folder)
+    finish_publish(folder)
     problem: str | None = None
     manifest: Manifest | None = None
     try:
@@ -149,20 +154,46 @@ def inspect(folder: Path, checksums: bool = False) -> CheckpointInfo:
         epoch=facts.epoch,
         samples=facts.samples,
         created=manifest.created if manifest is not None else folder.stat().st_mtime,
-        size=manifest.size if manifest is not None else _size(folder),
+        size=manifest.size if manifest is not None else sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
         world_size=manifest.world_size if manifest is not None else 0,
         is_valid=is_valid,
         problem=problem,
     )
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def verify(checkpoint: CheckpointInfo, advance: Callable[[int], object] = lambda size: None) -> CheckpointInfo:
+    """Return what is known of a checkpoint once all its bytes are read; without a manifest that is what it was.
+
+    Args:
+        advance: Called with the size of each file that was read.
+    """
+    try:
+        manifest = Manifest.read(checkpoint.path)
+    except CheckpointError as error:
+        return replace(checkpoint, is_valid=False, problem=str(error))
+    if manifest is None:
+        return checkpoint
+    problems = []
+    for record in manifest.files:
+        problems += manifest.problems(checkpoint.path, checksums=True, records=[record])
+        advance(record.size)
+    return replace(checkpoint, is_valid=not problems, problem="; ".join(map(str, problems)) or None)
+
+
+def numbered(folder: Path, number: int) -> Path:
+    """Return the folder of a checkpoint that is named automatically."""
+    return folder / f"checkpoint_{number}"
+
+
+def number_of(folder: Path) -> int | None:
+    """Return the number in the name of a checkpoint's folder, None if it has another name."""
+    match = _NUMBERED.fullmatch(folder.name)
+    return int(match[1]) if match else None
 
 
 def _problem_without_manifest(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint that another library wrote: each file must open."""
-    files = [file for file in folder.iterdir() if file.is_file() and names.is_own_file(file.name)]
+    files = [file for file in folder.iterdir() if file.is_file() and is_own_file(file.name)]
     if not files:
         return "it holds no file of a checkpoint"
     for file in files:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import CheckpointError, ConfigurationError, UsageError, WrongTypeError
-from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.remote_folder import RemoteFolder, is_address
 from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, LocalFolder, WeightFolder, WeightFormat
 from accelerate.offload.loading import COMPILED
@@ -134,7 +134,7 @@ def save_weights(
     if safe_serialization:
         warn_of_dropped_names(shared)
     try:
-        with folder.stage() as stage, closing(StagedFolder(stage)) as staged:
+        with folder.stage() as stage, closing(FolderWriter(stage)) as staged:
             for number, (file, names) in enumerate(files.items()):
                 # Read, written and forgotten before the next: one shard is all that is in memory.
                 if safe_serialization:

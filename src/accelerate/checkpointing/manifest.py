@@ -1,41 +1,47 @@
-"""The manifest of a checkpoint: what is in it, and whether that is still so."""
+"""The manifest of a checkpoint: what is in its folder, and how a new one takes the place of an old one."""
 
 from __future__ import annotations
 
 import json
 import platform
+import re
+import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from accelerate._base import constants
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing.checksum import checksum
-from accelerate.checkpointing.names import MANIFEST
+from accelerate.checkpointing.files import FileProblem, FileRecord
+from accelerate.runtime import atomic
 
 VERSION = 1
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of a checkpoint: its path in the folder, its size in bytes and the checksum of its bytes."""
-
-    name: str
-    size: int
-    checksum: str
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with a file of a checkpoint."""
-
-    file: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.reason}"
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+LOADER, STATEFUL_LOADER, CUSTOM, WINDOW = "loader", "dl_state_dict", "custom_checkpoint", "window"
+"""How the names of files begin that constants do not name."""
+_STEMS = [
+    constants.MODEL_NAME,
+    constants.SAFE_MODEL_NAME,
+    constants.OPTIMIZER_NAME,
+    constants.SCHEDULER_NAME,
+    constants.SAMPLER_NAME,
+    constants.RNG_STATE_NAME,
+    LOADER,
+    STATEFUL_LOADER,
+    CUSTOM,
+    WINDOW,
+]
+_OWN_FILE = re.compile(
+    rf"(?:{'|'.join(_STEMS)})(?:_\d+)?(?:_rank\d+)?\.(?:bin|pkl|pt|safetensors)"
+    rf"|{constants.SCALER_NAME}|{PROGRESS}|{re.escape(MANIFEST)}"
+)
+_PENDING = f"{atomic.HIDDEN}sealed"
+"""The folder of new files that are decided to be the checkpoint, inside the folder of the old one."""
 
 
 @dataclass(frozen=True)
@@ -113,37 +119,66 @@ class Manifest:
                 "is whole. Use another checkpoint, or remove this file to load the others unverified."
             ) from error
 
-    def problems(self, folder: Path, *, checksums: bool, records: Iterable[FileRecord] | None = None) -> list[Problem]:
+    def problems(
+        self, folder: Path, *, checksums: bool, records: Iterable[FileRecord] | None = None
+    ) -> list[FileProblem]:
         """Return what is wrong with the files of a checkpoint.
 
         Args:
             checksums: Read the files as a whole, and do not trust their sizes.
             records: The files to look at; all if None.
         """
-        found = (_problem(folder, record, checksums) for record in (self.files if records is None else records))
+        found = (record.problem(folder, checksums=checksums) for record in (self.files if records is None else records))
         return [problem for problem in found if problem is not None]
 
 
-def verify(folder: Path, *, checksums: bool = True) -> list[Problem]:
-    """Return what is wrong with a checkpoint; one without a manifest is not verified.
+def publish(stage: Path, target: Path, manifest: Manifest) -> None:
+    """Make the files of a stage the checkpoint `target`, so that a kill at any moment leaves the old one or the new one.
 
-    Raises:
-        CheckpointError: If its manifest cannot be read.
+    A stage inside the target replaces the checkpoint in it: giving it the name of what is decided is the one step that
+    counts; moving its files into place can be done again from any point by whoever comes next. Files that are no part of
+    a checkpoint are never touched.
     """
-    manifest = Manifest.read(folder)
-    return [] if manifest is None else manifest.problems(folder, checksums=checksums)
+    path = stage / MANIFEST
+    path.write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
+    atomic.sync(path)
+    for folder in {stage, *((stage / record.name).parent for record in manifest.files)}:
+        atomic.sync(folder)
+    if stage.parent != target:
+        atomic.swap_folder(stage, target)
+        return
+    finish_publish(target)
+    atomic.swap_folder(stage, target / _PENDING)
+    finish_publish(target)
 
 
-def _problem(folder: Path, record: FileRecord, checksums: bool) -> Problem | None:
-    path = folder / record.name
-    try:
-        size = path.stat().st_size
-        if size != record.size:
-            return Problem(record.name, f"it has {size} bytes instead of {record.size}")
-        if checksums and checksum(path) != record.checksum:
-            return Problem(record.name, "its bytes have changed since it was written (checksum)")
-    except FileNotFoundError:
-        return Problem(record.name, "it is missing")
-    except OSError as error:
-        return Problem(record.name, f"it cannot be read ({error.strerror})")
-    return None
+def is_pending(folder: Path) -> bool:
+    """Return whether a new checkpoint is decided in this folder and not yet in place."""
+    return (folder / _PENDING).is_dir()
+
+
+def finish_publish(folder: Path) -> None:
+    """Move the files of a decided checkpoint into place, if there is one."""
+    source = folder / _PENDING
+    if not source.is_dir():
+        return
+    new = Manifest.read(source)
+    if new is not None:
+        files = {record.name for record in new.files}
+        # The manifest last: until then the old one says which old files are still to go.
+        atomic.move_files(source, folder, files, stale=_files_of(folder) - files, last=MANIFEST)
+    shutil.rmtree(source, ignore_errors=True)
+
+
+def _files_of(folder: Path) -> set[str]:
+    """Return the files of the checkpoint in a folder."""
+    with suppress(CheckpointError):
+        manifest = Manifest.read(folder)
+        if manifest is not None:
+            return {record.name for record in manifest.files}
+    return {file.name for file in folder.iterdir() if file.is_file() and is_own_file(file.name)}
+
+
+def is_own_file(name: str) -> bool:
+    """Return whether a file of this name, in a folder without a manifest, belongs to a checkpoint."""
+    return _OWN_FILE.fullmatch(name) is not None

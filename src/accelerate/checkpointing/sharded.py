@@ -58,7 +58,7 @@ def load_into(state: dict[str, Any], folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        with alone():
+        with without_group_warning():
             load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     except (CheckpointException, RuntimeError, ValueError, OSError) as error:
         reasons = list(getattr(error, "failures", {}).values())
@@ -70,8 +70,8 @@ def load_into(state: dict[str, Any], folder: Path) -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Let torch work without other processes, and not wonder about it."""
+def without_group_warning() -> Iterator[None]:
+    """Keep torch from warning that it works without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -82,10 +82,10 @@ def read_whole(folder: Path) -> dict[str, Any]:
     metadata = read_metadata(folder)
     flat = read_entries(folder, metadata, metadata.state_dict_metadata)
     paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
-    return nested({key: paths.get(key, (key,)) for key in flat}, flat)
+    return unflatten({key: paths.get(key, (key,)) for key in flat}, flat)
 
 
-def nested(paths: Mapping[str, tuple[Any, ...]], flat: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(paths: Mapping[str, tuple[Any, ...]], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries in the structure that their paths describe, counted ones as lists."""
     tree: dict[str, Any] = {}
     for key, value in flat.items():
@@ -107,24 +107,9 @@ def read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[
         for key, entry in entries.items()
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with alone():
+    with without_group_warning():
         load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
     return state
-
-
-def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state whose parameters have names as one whose parameters are counted, as torch has it."""
-    groups: list[dict[str, Any]] = [dict(group) for group in state["param_groups"]]
-    held: Mapping[Any, Any] = state["state"]
-    if not any(isinstance(name, str) for group in groups for name in group["params"]):
-        return {"state": dict(held), "param_groups": groups}
-    positions: dict[str, int] = {}
-    for group in groups:
-        for name in group["params"]:
-            positions.setdefault(name, len(positions))
-        group["params"] = [positions[name] for name in group["params"]]
-    counted = {positions[name]: entry for name, entry in held.items() if name in positions}
-    return {"state": counted, "param_groups": groups}
 
 
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
-from accelerate._base.errors import WrongTypeError
-from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import (
-    CustomPart,
     LoaderPart,
     LoadOptions,
     ModelPart,
     OptimizerPart,
     Part,
-    RandomPart,
     ScalerPart,
     SchedulerPart,
     WeightsPart,
+    load_options,
 )
+from accelerate.checkpointing.run_parts import CustomPart, RandomPart
 from accelerate.runtime import current
 
 FilePath = str | PathLike[str]
@@ -107,29 +106,6 @@ def load_custom_state(obj: Any, path: FilePath, index: int = 0) -> None:
     part.restore(part.read(Path(path), LoadOptions()))
 
 
-def load_options(
-    map_location: str | None, load_kwargs: Mapping[str, Any], model_kwargs: Mapping[str, Any], *, rank: int
-) -> LoadOptions:
-    """Return how a checkpoint is read by one of the processes of this run.
-
-    Raises:
-        WrongTypeError: (a TypeError) if `map_location` is not one of the places that are known.
-    """
-    if map_location not in (None, "cpu", "on_device"):
-        raise WrongTypeError(
-            f"map_location={map_location!r} was given, which is no place to read to. Write 'cpu' or 'on_device'."
-        )
-    runtime = current.runtime()
-    on_device = map_location == "on_device" or (map_location is None and runtime.is_distributed)
-    return LoadOptions(
-        rank=rank,
-        world_size=runtime.world_size,
-        map_location=runtime.device if on_device else "cpu",
-        load_kwargs=load_kwargs,
-        model_kwargs=model_kwargs,
-    )
-
-
 def _common_parts(
     optimizers: Sequence[Any],
     schedulers: Sequence[Any],
@@ -147,9 +123,9 @@ def _common_parts(
 
 def _write(path: FilePath, parts: Sequence[Part], rank: int, save_on_each_node: bool) -> Path:
     leads = (current.runtime().local_rank if save_on_each_node else rank) == 0
-    with closing(StagedFolder(Path(path))) as folder:
+    with closing(FolderWriter(Path(path))) as folder:
         for part in parts:
             if part.everywhere or leads:
-                part.write(part.snapshot(copy=False), folder)
+                part.write(part.snapshot(), folder)
         folder.finish()
     return Path(path)

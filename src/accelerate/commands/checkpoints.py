@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import convert_bytes
-from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus
-from accelerate.checkpointing.verification import verified
+from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus, verify
 from accelerate.runtime.atomic import remove_folder
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def _verify(found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         results = []
         for info in found:
             progress.update(task, description=f"reading {info.name}")
-            results.append(verified(info, lambda size: progress.advance(task, size)))
+            results.append(verify(info, lambda size: progress.advance(task, size)))
     return results
 
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing import names, sharded
-from accelerate.checkpointing.folder import StagedFolder
-from accelerate.checkpointing.parts import Part, Prepared
-from accelerate.checkpointing.parts.base import LoadOptions, read_torch
-from accelerate.checkpointing.parts.host_copy import host_copy
-from accelerate.checkpointing.parts.later import Later, copied_before_step
-from accelerate.checkpointing.parts.weights import WeightsPart
+from accelerate.checkpointing import sharded
+from accelerate.checkpointing.files import FolderWriter
+from accelerate.checkpointing.parts import LoadOptions, Part, Prepared, indexed, read_torch, read_weights
 from accelerate.collectives import communicator
 from accelerate.runtime import current
 from accelerate.strategies.sharded_state import (
@@ -33,15 +26,6 @@ from accelerate.strategies.sharded_state import (
     write_shards,
 )
 from accelerate.strategies.tools import gather_full
-
-
-@dataclass
-class _ShardedSnapshot:
-    """A state as it is written: full on rank 0, or in shards over a group."""
-
-    state: StateDict
-    is_full: bool
-    group: dist.ProcessGroup | None = None
 
 
 class ShardedPart(ABC):
@@ -64,48 +48,37 @@ class ShardedPart(ABC):
         self.index = index
         self.full = full
         self.folder_name = f"{stem}_{index}"
-        self.file_name = names.indexed(stem, index, ".bin")
+        self.file_name = indexed(stem, index, ".bin")
 
     @abstractmethod
     def state(self) -> StateDict:
         """Return the state in shards."""
 
-    def snapshot(self, *, copy: bool) -> Any:
-        rank = current.runtime().rank
-        group = None
-        if copy and not self.full and current.runtime().is_distributed:
-            group = current.remember("sharded save group", lambda: dist.new_group(backend="gloo"))
-        snapshot, error = None, None
+    def snapshot(self) -> Any:
+        state, error = None, None
         try:
             state = self.state()
-            state = gather_full(state, keep=rank == 0) if self.full else state
-            if copy:
-                snapshot = self.copied(state, lambda state: _ShardedSnapshot(_host_copy(state), self.full, group))
-            else:
-                snapshot = _ShardedSnapshot(state, self.full)
+            if self.full:
+                state = gather_full(state, keep=current.runtime().rank == 0)
         except Exception as caught:  # noqa: BLE001 - the others would wait for this rank while they write
             error = caught
         failed = [text for text in communicator().gather_object(None if error is None else repr(error)) if text]
         if failed:
             raise CheckpointError(f"The state of {self.name} cannot be collected: {failed[0]}.") from error
-        return snapshot
+        return state
 
-    def copied(self, state: StateDict, copy: Callable[[Any], _ShardedSnapshot]) -> _ShardedSnapshot | Later:
-        """Return a copy of the state, or the promise of one."""
-        return copy(state)
-
-    def write(self, payload: Any, folder: StagedFolder) -> None:
+    def write(self, payload: Any, folder: FolderWriter) -> None:
         rank = current.runtime().rank
-        if payload.is_full:
+        if self.full:
             if rank == 0:
-                folder.write_torch(self.file_name, payload.state)
+                folder.write_torch(self.file_name, payload)
             return
         target = folder.path / self.folder_name
-        write_shards(payload.state, self.key, target, payload.group)
+        write_shards(payload, self.key, target, folder.process_group)
         for file in sorted(target.glob(f"__{rank}_*")):
-            folder.adopt(file)
+            folder.add_written(file)
         if rank == 0:
-            folder.adopt(target / sharded.METADATA)
+            folder.add_written(target / sharded.METADATA)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         if sharded.is_sharded(folder / self.folder_name):
@@ -147,7 +120,7 @@ class ShardedModelPart(ShardedPart):
         if (folder / self.file_name).is_file():
             return super().read_file(folder, options)
         # A checkpoint of a run that did not shard.
-        found = dict(WeightsPart(None, self.index).read(folder, options))
+        found = read_weights(folder, self.index, options)
         for aliases in UnshardedParameters.of(self.model).tied:
             saved = next((name for name in aliases if name in found), None)
             if saved is not None:
@@ -201,10 +174,6 @@ class ShardedOptimizerPart(ShardedPart):
                 group["params"] = [name for stage in found for name in stage[place]]
         return state
 
-    def copied(self, state: StateDict, copy: Callable[[Any], _ShardedSnapshot]) -> _ShardedSnapshot | Later:
-        promise: _ShardedSnapshot | Later = copied_before_step(self.optimizer, state, self.name, copy)
-        return promise
-
     def restore(self, payload: Any) -> None:
         load_optimizer_state(self.model, self.optimizer, payload, is_stage=self.stages is not None)
 
@@ -222,12 +191,3 @@ def sharded_parts(prepared: Prepared, *, full: bool = False, stages: dist.Proces
         owners = (model for model in prepared.models if any(id(item) in trained for item in model.parameters()))
         parts.append(ShardedOptimizerPart(optimizer, next(owners, prepared.models[0]), i, full=full, stages=stages))
     return parts
-
-
-def _host_copy(state: Any) -> Any:
-    """Return a nested state with copies of its tensors in host memory, split ones still split."""
-    if isinstance(state, dict):
-        return {name: _host_copy(value) for name, value in state.items()}
-    if isinstance(state, torch.Tensor) and hasattr(state, "full_tensor"):
-        return state.detach().to("cpu", copy=True)
-    return host_copy(state)

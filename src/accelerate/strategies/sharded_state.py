@@ -15,6 +15,7 @@ from torch import nn
 
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing import sharded
+from accelerate.checkpointing.parts import by_position
 from accelerate.collectives import communicator
 from accelerate.parallel.compile import CHECKPOINT_WRAPPER
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name, plain_optimizer
@@ -147,7 +148,7 @@ def _load_from_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder
     flat = sharded.read_entries(
         folder, metadata, [key for key in metadata.state_dict_metadata if paths[key][1] == "param_groups"]
     )
-    groups = sharded.nested({key: paths[key][1:] for key in flat}, flat)["param_groups"]
+    groups = sharded.unflatten({key: paths[key][1:] for key in flat}, flat)["param_groups"]
     if is_stage:
         groups = [{**group, "params": [name for name in group["params"] if name in by_name]} for group in groups]
     state: dict[str, StateDict] = {}
@@ -211,7 +212,7 @@ def _by_position(saved: StateDict, here: Sequence[Sequence[str]]) -> StateDict:
     groups = list(saved["param_groups"])
     if [set(group["params"]) for group in groups] == [set(names) for names in here]:
         groups = [{**group, "params": list(names)} for group, names in zip(groups, here, strict=True)]
-    return sharded.by_position({"state": saved["state"], "param_groups": groups})
+    return by_position({"state": saved["state"], "param_groups": groups})
 
 
 def _check_groups(here: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], source: object) -> None:
@@ -304,7 +305,7 @@ def write_shards(state: StateDict, key: str, folder: Path, group: dist.ProcessGr
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with sharded.alone():
+    with sharded.without_group_warning():
         save({key: state}, storage_writer=FileSystemWriter(folder), process_group=group)
 
 

@@ -3,9 +3,9 @@ from accelerate._base.helpers import convert_bytes as convert_bytes
 from accelerate._base.helpers import get_pretty_name as get_pretty_name
 from accelerate._base.helpers import merge_dicts as merge_dicts
 from accelerate._base.helpers import recursive_getattr as recursive_getattr
-from accelerate.checkpointing.files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.checkpointing.files import load as load
-from accelerate.checkpointing.files import save as save
+from accelerate.checkpointing.torch_files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.checkpointing.torch_files import load as load
+from accelerate.checkpointing.torch_files import save as save
 from accelerate.devices.machine import get_free_port as get_free_port
 from accelerate.devices.machine import is_port_in_use as is_port_in_use
 from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors

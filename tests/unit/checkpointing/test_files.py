@@ -1,117 +1,148 @@
-"""Files that one process writes, and that run no code when they are read."""
-
 from __future__ import annotations
 
-import io
-import os
-import pickle
-import warnings
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import numpy
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.support.processes import run_group
 
-from accelerate import Accelerator, PartialState
-from accelerate._base.errors import WrongTypeError
-from accelerate.checkpointing.files import load, save
-from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors
+from accelerate._base import pages
+from accelerate.checkpointing import files
+from accelerate.checkpointing.files import _SEGMENT, Checksum, FileRecord, FolderWriter, checksum
 
-
-def test_a_torch_file(tmp_path: Path) -> None:
-    value = {"weights": torch.arange(3.0), "step": 7, "nested": [torch.ones(1), ("a", None)]}
-    save(value, tmp_path / "file.bin")
-    found = load(tmp_path / "file.bin", map_location="cpu")
-    assert torch.equal(found["weights"], value["weights"])  # type: ignore[arg-type]
-    assert (found["step"], found["nested"][1]) == (7, ("a", None))
-    stream = io.BytesIO()
-    save({"x": 1}, stream)
-    stream.seek(0)
-    assert load(stream) == {"x": 1}
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64),
+]
 
 
-def test_safetensors_of_a_model_with_tied_weights(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    state = model.state_dict()
-    with pytest.warns(UserWarning, match=r"first name only: \['1.weight'\]"):
-        Accelerator().save(state, tmp_path / "model.safetensors", safe_serialization=True)
-    found = load_file(tmp_path / "model.safetensors")
-    assert list(found) == ["0.weight"]
-    assert torch.equal(found["0.weight"], model[0].weight)
-    assert list(state) == ["0.weight", "1.weight"]  # the caller's own stays whole
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[FolderWriter]:
+    with closing(FolderWriter(tmp_path)) as staged:
+        yield staged
 
 
-def test_parts_of_one_memory_are_all_saved(tmp_path: Path) -> None:
-    whole = torch.arange(12.0).reshape(3, 4)
-    state = {"first": whole[0], "second": whole[1], "turned": whole.T, "whole": whole, "none": torch.empty(0)}
-    expected = {name: tensor.clone() for name, tensor in state.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        save(state, tmp_path / "parts.safetensors", safe_serialization=True)
-    found = load_file(tmp_path / "parts.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def test_tensors_of_every_kind_are_read_back_by_the_safetensors_package(folder: FolderWriter) -> None:
+    tensors = {f"of {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    tensors |= {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 4),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "trained": torch.nn.Parameter(torch.ones(3)),
+        "large": torch.randn(600, 1000),
+        "strange \n\"name'": torch.ones(1),
+    }
+    folder.write_tensors("file.safetensors", tensors, {"format": "pt"})
+    (record,) = folder.finish()
+    found = load_file(folder.path / "file.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        # Compared as bytes: torch compares no float8.
+        left, right = (entry.detach().contiguous().reshape(-1).view(torch.uint8) for entry in (found[name], tensor))
+        assert found[name].shape == tensor.shape
+        assert torch.equal(left, right)
+    with safe_open(folder.path / "file.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert record.size == (folder.path / "file.safetensors").stat().st_size
 
 
-def test_cleaning_happens_in_place() -> None:
-    whole = torch.arange(4.0).reshape(2, 2)
-    state: dict[str, Any] = {"turned": whole.T, "word": "kept"}
-    assert clean_state_dict_for_safetensors(state) is state
-    assert state["turned"].is_contiguous()
-    assert state["word"] == "kept"
+def test_what_safetensors_cannot_hold_is_refused(folder: FolderWriter) -> None:
+    with pytest.raises(TypeError, match=r"'extra' is a dict.*safe_serialization=False"):
+        folder.write_tensors("file.safetensors", {"extra": {}}, {})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"torch\.complex128"):
+        folder.write_tensors("file.safetensors", {"wide": torch.ones(1, dtype=torch.complex128)}, {})
 
 
-@pytest.mark.parametrize("value", [[torch.ones(1)], {"a": {"b": torch.ones(1)}}, torch.ones(1), {"a": 1}])
-def test_safetensors_hold_tensors_by_name(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(WrongTypeError, match="flat mapping"):
-        save(value, tmp_path / "x", safe_serialization=True)
-    assert not (tmp_path / "x").exists()
+def test_the_sums_are_those_of_the_bytes_on_the_disk(folder: FolderWriter) -> None:
+    folder.write_torch("small.bin", {"a": 1})
+    folder.write_torch("large.bin", {"a": torch.randn(3, 700_000), "b": torch.ones(5)})
+    folder.write_tensors("sub/model.safetensors", {"a": torch.randn(2_000_000)}, {})
+    folder.write_json("facts.json", {"step": 3})
+    for record in folder.finish():
+        content = (folder.path / record.name).read_bytes()
+        assert record == FileRecord(record.name, len(content), checksum(folder.path / record.name))
+    loaded = torch.load(folder.path / "large.bin", weights_only=True)
+    assert loaded["b"].tolist() == [1.0] * 5
 
 
-def test_safetensors_need_a_path() -> None:
-    with pytest.raises(WrongTypeError, match="Pass a path"):
-        save({"a": torch.ones(1)}, io.BytesIO(), safe_serialization=True)
+def test_files_that_others_wrote_are_recorded(folder: FolderWriter) -> None:
+    (folder.path / "shards" / "deep").mkdir(parents=True)
+    (folder.path / "shards" / "one").write_bytes(b"1")
+    (folder.path / "shards" / "deep" / "two").write_bytes(b"22")
+    folder.add_written(folder.path / "shards")
+    assert {record.name: record.size for record in folder.finish()} == {"shards/deep/two": 2, "shards/one": 1}
 
 
-class Malicious:
-    def __init__(self, target: str) -> None:
-        self.target = target
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.target,)
-
-
-def test_a_file_with_code_is_refused(tmp_path: Path) -> None:
-    path, target = tmp_path / "evil.bin", tmp_path / "made by the pickle"
-    torch.save({"x": Malicious(str(target))}, path)
-    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
-        load(path)
-    assert not target.exists()
-    load(path, weights_only=False)  # only who asks for it gets it
-    assert target.exists()
+@pytest.mark.parametrize("large", [False, True])
+def test_an_error_of_the_disk_names_the_file(folder: FolderWriter, large: bool) -> None:
+    # A device that is always full.
+    (folder.path / "full.bin").symlink_to("/dev/full")
+    value = torch.randn(2_000_000) if large else torch.ones(1)
+    with pytest.raises(OSError, match=r"No space left on device: .*full\.bin"):
+        folder.write_torch("full.bin", value)
+    with pytest.raises(OSError, match=r"No space left on device: .*full\.bin"):
+        folder.write_tensors("full.bin", {"a": value}, {})
 
 
-def test_a_numpy_random_state_is_accepted(tmp_path: Path) -> None:
-    numpy.random.seed(3)
-    torch.save({"numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}, tmp_path / "rng.pkl")
-    expected = numpy.random.rand()
-    numpy.random.set_state(load(tmp_path / "rng.pkl")["numpy"])
-    assert numpy.random.rand() == expected
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "rng.pkl", weights_only=True)  # the permission does not outlive the call
+SIZES = [0, 1, 1000, _SEGMENT - 1, _SEGMENT, _SEGMENT + 1, 3 * _SEGMENT + 777]
 
 
-def save_on_ranks(folder: str) -> None:
-    rank = PartialState().process_index
-    save({"rank": rank}, Path(folder, f"once_{rank}"))
-    save({"rank": rank}, Path(folder, f"machine_{rank}"), save_on_each_node=True)
-    PartialState().wait_for_everyone()
+def of(content: bytes, cuts: list[int] | None = None) -> str:
+    total = Checksum()
+    edges = [0, *sorted(cuts or []), len(content)]
+    for begin, end in pairwise(edges):
+        total.update(memoryview(content)[begin:end])
+    return str(total)
 
 
-def test_one_process_writes(tmp_path: Path) -> None:
-    run_group(save_on_ranks, 2, str(tmp_path), env={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["machine_0", "machine_1", "once_0"]
+@pytest.mark.parametrize("size", SIZES)
+def test_it_does_not_depend_on_how_the_bytes_come(tmp_path: Path, size: int) -> None:
+    content = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(content)
+    expected = of(content)
+    assert checksum(tmp_path / "file") == expected
+    for seed in range(5):
+        generator = random.Random(seed)
+        cuts = [generator.randrange(size + 1) for _ in range(generator.randrange(20))]
+        assert of(content, cuts) == expected
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_every_kind_of_damage_changes_it(size: int) -> None:
+    generator = random.Random(size)
+    content = generator.randbytes(size)
+    expected = of(content)
+    for _ in range(20):
+        damaged = bytearray(content)
+        damaged[generator.randrange(size)] ^= 1 << generator.randrange(8)
+        assert of(bytes(damaged)) != expected
+    assert of(content[:-1]) != expected
+    assert of(content + b"\0") != expected
+    if size > 3 * 4096:
+        blocks = [content[begin : begin + 4096] for begin in range(0, size, 4096)]
+        assert of(b"".join([blocks[1], blocks[0], *blocks[2:]])) != expected
+        assert of(b"".join([blocks[0], bytes(4096), *blocks[2:]])) != expected
+
+
+def test_a_small_file_has_its_crc() -> None:
+    assert of(b"some text") == f"column-sums:{zlib.crc32(b'some text'):08x}"
+
+
+@pytest.mark.skipif(not pages.can_populate(), reason="this kernel cannot populate a mapping")
+def test_mapped_and_read_files_have_the_same_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(torch.randint(256, (3 * _SEGMENT + 17,), dtype=torch.uint8).numpy().tobytes())
+    mapped = checksum(path)
+    monkeypatch.setattr(pages, "can_populate", lambda: False)
+    assert checksum(path) == mapped
+    monkeypatch.undo()
+    monkeypatch.setattr(files, "_MAPPED_AT_ONCE", _SEGMENT)
+    assert checksum(path) == mapped

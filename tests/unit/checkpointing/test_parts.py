@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +11,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import (
-    CustomPart,
     LoaderPart,
     LoadOptions,
     ModelPart,
     Part,
-    RandomPart,
     SchedulerPart,
     WeightsPart,
 )
-from accelerate.checkpointing.parts.host_copy import host_buffers, host_copy
+from accelerate.checkpointing.run_parts import CustomPart, RandomPart
 from accelerate.data_loader import prepare_data_loader
 from accelerate.devices import registry
 
@@ -33,57 +30,13 @@ CPU = registry.get("cpu")
 
 
 def save(part: Part, folder: Path) -> None:
-    with closing(StagedFolder(folder)) as staged:
-        part.write(part.snapshot(copy=False), staged)
+    with closing(FolderWriter(folder)) as staged:
+        part.write(part.snapshot(), staged)
         staged.finish()
 
 
 def load(part: Part, folder: Path, **options: Any) -> None:
     part.restore(part.read(folder, LoadOptions(**options)))
-
-
-class TestHostCopy:
-    def test_structure_kinds_and_sharing_are_kept_and_nothing_is_common_with_the_original(self) -> None:
-        shared = torch.arange(4.0)
-        state = OrderedDict(a=shared, b=[shared, (shared[1:], 3)], c=defaultdict(list, x=[1]), d=torch.empty(0))
-        state._metadata = "kept"  # type: ignore[attr-defined]
-        copied = host_copy(state)
-        assert type(copied) is OrderedDict
-        assert copied._metadata == "kept"
-        assert type(copied["c"]) is defaultdict
-        assert copied["b"][0] is copied["a"]
-        shared.zero_()
-        state["c"]["x"].append(2)
-        assert copied["a"].tolist() == [0, 1, 2, 3]
-        assert copied["b"][1][0].tolist() == [1, 2, 3]
-        assert copied["c"]["x"] == [1]
-
-    def test_memory_is_used_again_once_it_is_given_back(self) -> None:
-        state = {"a": torch.ones(1000), "b": torch.ones(10, 3).T, "c": torch.ones(7, dtype=torch.int16)}
-        first = {name: tensor.data_ptr() for name, tensor in host_copy(state).items()}
-        second = host_copy(state)
-        assert all(second[name].data_ptr() != address for name, address in first.items())
-        host_buffers().release()
-        third = host_copy(state)
-        addresses = {*first.values(), *(tensor.data_ptr() for tensor in second.values())}
-        assert {tensor.data_ptr() for tensor in third.values()} <= addresses
-        assert third["b"].tolist() == state["b"].tolist()
-
-    @pytest.mark.parametrize("num_threads", [1, 3])
-    def test_large_tensors_are_copied_in_pieces(self, num_threads: int) -> None:
-        state = {
-            "long": torch.arange(9 * 2**20, dtype=torch.int32),  # no multiple of a piece
-            "turned": torch.arange(4 * 2**20, dtype=torch.int32).view(2048, -1).T,
-            "odd": torch.arange(3 * 2**20 + 7, dtype=torch.int16),
-        }
-        for _ in range(2):  # in fresh memory, then in what was used before
-            copied = host_copy(state, num_threads=num_threads)
-            for name, tensor in state.items():
-                assert torch.equal(copied[name], tensor), name
-                assert copied[name].stride() == tensor.stride(), name
-            for tensor in state.values():
-                tensor.add_(1)
-            host_buffers().release()
 
 
 class TestRandom:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,19 @@ from typing import Any
 import pytest
 
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing.background import PendingSave
 from accelerate.checkpointing.catalog import inspect
-from accelerate.checkpointing.folder import StagedFolder
+from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Facts
-from accelerate.checkpointing.team import Failure, Team
-from accelerate.checkpointing.transaction import Transaction
+from accelerate.checkpointing.parts import LoadOptions
+from accelerate.checkpointing.snapshot import Snapshot
+from accelerate.checkpointing.state import Failure, PendingSave, RankGroup, StagedSave
 from accelerate.collectives import SoloCommunicator
+from accelerate.runtime.atomic import make_stage
 from accelerate.runtime.topology import Topology
 
 
-def solo(each_node: bool = False) -> Team:
-    return Team(SoloCommunicator(), Topology(0, 1, 0, 1, "test"), each_node)
+def solo(each_node: bool = False) -> RankGroup:
+    return RankGroup(SoloCommunicator(), Topology(0, 1, 0, 1, "test"), each_node)
 
 
 @dataclass
@@ -34,16 +36,42 @@ class Rehearsed(SoloCommunicator):
         return [value, *self.others]
 
 
+class Writes:
+    """A part that is a function."""
+
+    name = "files"
+    everywhere = True
+
+    def __init__(self, write: Callable[[FolderWriter], None]) -> None:
+        self._write = write
+
+    def snapshot(self) -> None: ...
+
+    def write(self, payload: None, folder: FolderWriter) -> None:
+        self._write(folder)
+
+    def read(self, folder: Path, options: LoadOptions) -> None: ...
+
+    def restore(self, payload: None) -> None: ...
+
+
+def staged(
+    target: Path, write: Callable[[FolderWriter], None], group: RankGroup | None = None, step: int = 0
+) -> StagedSave:
+    folder = FolderWriter(make_stage(target))
+    return StagedSave(target, folder, group or solo(), Facts(step=step), None, Snapshot([Writes(write)]))
+
+
 def test_a_save_appears_as_a_whole(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "state"
-    transaction = Transaction.begin(target, solo())
-    assert transaction.stage.parent == target.parent
 
-    def write(folder: StagedFolder) -> None:
+    def write(folder: FolderWriter) -> None:
         folder.write_json("facts.json", {"a": 1})
         assert not target.exists()
 
-    transaction.complete(write, solo(), Facts(step=3))
+    save = staged(target, write, step=3)
+    assert save.folder.path.parent == target.parent
+    save.complete()
     info = inspect(target, checksums=True)
     assert (info.is_valid, info.step) == (True, 3)
     assert [entry.name for entry in target.parent.iterdir()] == ["state"]
@@ -52,15 +80,15 @@ def test_a_save_appears_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interruption", [OSError("disk"), KeyboardInterrupt()])
 def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path: Path, interruption: BaseException) -> None:
     target = tmp_path / "state"
-    Transaction.begin(target, solo()).complete(lambda folder: folder.write_json("a", 1), solo(), Facts(step=1))
+    staged(target, lambda folder: folder.write_json("a", 1), step=1).complete()
 
-    def write(folder: StagedFolder) -> None:
+    def write(folder: FolderWriter) -> None:
         folder.write_json("a", 2)
         raise interruption
 
     expected = KeyboardInterrupt if isinstance(interruption, KeyboardInterrupt) else CheckpointError
     with pytest.raises(expected) as caught:
-        Transaction.begin(target, solo()).complete(write, solo(), Facts(step=2))
+        staged(target, write, step=2).complete()
     assert inspect(target, checksums=True).step == 1
     assert sorted(entry.name for entry in target.iterdir()) == ["a", "manifest.json"]
     if expected is CheckpointError:
@@ -69,28 +97,27 @@ def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path: Path, inte
 
 
 def test_a_failure_elsewhere_is_the_same_error_here(tmp_path: Path) -> None:
-    target = tmp_path / "state"
-    transaction = Transaction.begin(target, solo())
-    team = Team(Rehearsed([(0, Failure(1, "OSError: full"))]), Topology(0, 2, 0, 2, "test"))
+    group = RankGroup(Rehearsed([(0, Failure(1, "OSError: full"))]), Topology(0, 2, 0, 2, "test"))
+    save = staged(tmp_path / "state", lambda folder: folder.write_json("a", 1), group)
     with pytest.raises(CheckpointError, match="Rank 1: OSError: full"):
-        transaction.complete(lambda folder: folder.write_json("a", 1), team, Facts())
+        save.complete()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_machines_without_a_common_disk_are_told(tmp_path: Path) -> None:
-    transaction = Transaction(tmp_path / "state", tmp_path / "not here")
+    save = StagedSave(tmp_path / "state", FolderWriter(tmp_path / "not here"), solo(), Facts(), None)
     with pytest.raises(CheckpointError, match="save_on_each_node"):
-        transaction.complete(lambda folder: None, solo(), Facts())
+        save.complete()
 
 
 def test_each_machine_has_its_leader_and_its_files() -> None:
     topology = Topology(5, 8, 1, 4, "test")
-    shared, own = (Team(SoloCommunicator(), topology, each_node) for each_node in (False, True))
+    shared, own = (RankGroup(SoloCommunicator(), topology, each_node) for each_node in (False, True))
     assert (shared.leads, shared.leader) == (False, 0)
     assert (own.leads, own.leader) == (False, 4)
-    assert Team(SoloCommunicator(), Topology(4, 8, 0, 4, "test"), True).leads
-    team = Team(Rehearsed([(0, "other machine"), (4, "this machine")]), topology, True)
-    assert team.share("here", "target", "done") == ["here", "this machine"]
+    assert RankGroup(SoloCommunicator(), Topology(4, 8, 0, 4, "test"), True).leads
+    group = RankGroup(Rehearsed([(0, "other machine"), (4, "this machine")]), topology, True)
+    assert group.agree("here", Path("target"), "done") == ["here", "this machine"]
 
 
 def test_a_pending_save_is_waited_for_and_its_failure_is_kept(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,436 @@
+"""What a part of a checkpoint is, and the parts that are prepared objects: models, optimizers, schedulers, loaders, scaler."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from accelerate._base import constants
+from accelerate._base.errors import CheckpointError, WrongTypeError
+from accelerate.checkpointing import sharded
+from accelerate.checkpointing.files import FolderWriter
+from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
+from accelerate.checkpointing.torch_files import load_in_threads
+from accelerate.offload.safetensors_format import drop_shared_names
+from accelerate.offload.tensors import identity_in_memory
+from accelerate.parallel.unwrap import extract_model_from_parallel
+from accelerate.runtime import current
+
+_LOG = logging.getLogger(__name__)
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prepared objects of a run, whose state a strategy divides into parts.
+
+    Args:
+        safe_serialization: Write weights as safetensors.
+        restore_positions: Bring loaders back to where they stood.
+    """
+
+    models: Sequence[torch.nn.Module] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    loaders: Sequence[Any] = ()
+    safe_serialization: bool = True
+    restore_positions: bool = True
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is read.
+
+    Args:
+        rank: The rank that reads.
+        world_size: The ranks that read.
+        manifest: The manifest of the checkpoint, None if another library wrote it.
+        map_location: Where tensors are put while they are read.
+        load_kwargs: Arguments of `torch.load`.
+        model_kwargs: Arguments of `load_state_dict` of models.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    manifest: Manifest | None = None
+    map_location: torch.device | str = "cpu"
+    load_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def saved_world_size(self) -> int:
+        """The number of ranks that wrote the checkpoint; that of this run where it is not known."""
+        return self.manifest.world_size if self.manifest is not None else self.world_size
+
+
+def load_options(
+    map_location: str | None, load_kwargs: Mapping[str, Any], model_kwargs: Mapping[str, Any], *, rank: int
+) -> LoadOptions:
+    """Return how a checkpoint is read by one of the processes of this run.
+
+    Raises:
+        WrongTypeError: (a TypeError) if `map_location` is not one of the places that are known.
+    """
+    if map_location not in (None, "cpu", "on_device"):
+        raise WrongTypeError(
+            f"map_location={map_location!r} was given, which is no place to read to. Write 'cpu' or 'on_device'."
+        )
+    runtime = current.runtime()
+    on_device = map_location == "on_device" or (map_location is None and runtime.is_distributed)
+    return LoadOptions(
+        rank=rank,
+        world_size=runtime.world_size,
+        map_location=runtime.device if on_device else "cpu",
+        load_kwargs=load_kwargs,
+        model_kwargs=model_kwargs,
+    )
+
+
+class Part(Protocol):
+    """One thing that is saved and restored.
+
+    A save takes a snapshot and then writes it, perhaps in another thread while training goes on. A load reads all parts
+    before it restores the first, so that a checkpoint that cannot be read changes nothing.
+    """
+
+    @property
+    def name(self) -> str:
+        """What this is, for messages."""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank saves; otherwise the leading one saves for all."""
+
+    def snapshot(self) -> Any:
+        """Return the state as it is, without copying it. All ranks may take part."""
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        """Write a snapshot; ranks that write together talk over the folder's process group."""
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        """Return the state in a checkpoint, without changing anything; raise if it does not fit."""
+
+    def restore(self, payload: Any) -> None:
+        """Take over what was read."""
+
+
+class Stateful(Protocol):
+    """What can be saved."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take over a state."""
+
+
+def indexed(stem: str, index: int, ending: str) -> str:
+    """Return the name of the file of one of several objects; the first has no number."""
+    return f"{stem}_{index}{ending}" if index else f"{stem}{ending}"
+
+
+def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
+    """Read a torch file of a checkpoint.
+
+    Raises:
+        CheckpointError: If it is not there or cannot be read.
+    """
+    keywords: dict[str, Any] = {"map_location": options.map_location, **options.load_kwargs, **overrides}
+    try:
+        return load_in_threads(path, **keywords)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{str(path)!r} is missing: the checkpoint is not whole, or was saved by a run with fewer objects. Prepare "
+            "and register the same objects as when it was saved, or use another checkpoint."
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: it is broken, or it holds objects that are not loaded for safety "
+            f"({str(error).splitlines()[0]}). If you trust it, write "
+            "load_state(..., load_kwargs={'weights_only': False})."
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}), so it is probably "
+            "broken. Use another checkpoint."
+        ) from error
+
+
+def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, Any]:
+    """Return the weights of a model in a checkpoint, whole, whatever run wrote them.
+
+    Raises:
+        CheckpointError: If they are not there or cannot be read.
+    """
+    safe = folder / indexed(constants.SAFE_MODEL_NAME, index, ".safetensors")
+    shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
+    gathered = folder / indexed(constants.FSDP_MODEL_NAME, index, ".bin")
+    if safe.is_file():
+        try:
+            return dict(load_file(safe, device=str(options.map_location)))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{str(safe)!r} cannot be read ({error}), so it is probably broken. Use another checkpoint."
+            ) from error
+    if (shards / sharded.METADATA).is_file():
+        return dict(sharded.read_whole(shards)["model"])
+    plain = folder / indexed(constants.MODEL_NAME, index, ".bin")
+    return dict(read_torch(gathered if gathered.is_file() else plain, options))
+
+
+class WeightsPart:
+    """Weights that are at hand, to be written.
+
+    Args:
+        safe_serialization: Write safetensors.
+    """
+
+    everywhere = False
+
+    def __init__(self, weights: Mapping[str, Any] | None, index: int = 0, *, safe_serialization: bool = True) -> None:
+        self.name = f"model {index}"
+        self.index = index
+        self.safe_serialization = safe_serialization
+        self._weights = weights
+
+    def weights(self) -> Mapping[str, Any]:
+        """Return the weights by name."""
+        return self._weights if self._weights is not None else {}
+
+    def snapshot(self) -> Any:
+        return self.weights()
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        if self.safe_serialization:
+            weights = dict(payload)
+            drop_shared_names(weights)  # they are tied again when the weights are read
+            file = indexed(constants.SAFE_MODEL_NAME, self.index, ".safetensors")
+            folder.write_tensors(file, weights, {"format": "pt"})
+        else:
+            folder.write_torch(indexed(constants.MODEL_NAME, self.index, ".bin"), payload)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        return read_weights(folder, self.index, options)
+
+    def restore(self, payload: Any) -> None:
+        self._weights = payload
+
+
+class ModelPart(WeightsPart):
+    """A model."""
+
+    def __init__(self, model: torch.nn.Module, index: int = 0, *, safe_serialization: bool = True) -> None:
+        super().__init__(None, index, safe_serialization=safe_serialization)
+        # Without a compiled shell, so that names do not depend on whether a run compiles.
+        self.model = extract_model_from_parallel(model, keep_torch_compile=False)
+        self._keywords: Mapping[str, Any] = {}
+
+    def weights(self) -> Mapping[str, Any]:
+        return self.model.state_dict()
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        self._keywords = options.model_kwargs
+        found = read_weights(folder, self.index, options)
+        own = self.weights()
+        _add_tied_names(found, own)
+        if self._keywords.get("strict", True):
+            self._check(own, found, folder)
+        return found
+
+    def _check(self, own: Mapping[str, Any], found: Mapping[str, Any], folder: Path) -> None:
+        missing = [f"{name!r} is missing" for name in own if name not in found]
+        unknown = [f"{name!r} is not in the model" for name in found if name not in own]
+        shapes = [
+            f"{name!r} has the shape {tuple(value.shape)} instead of {tuple(own[name].shape)}"
+            for name, value in found.items()
+            if isinstance(own.get(name), torch.Tensor) and own[name].shape != value.shape
+        ]
+        if reasons := [*missing, *unknown, *shapes]:
+            stems = (constants.SAFE_MODEL_NAME, ".safetensors"), (constants.MODEL_NAME, ".bin")
+            files = [folder / indexed(stem, self.index, ending) for stem, ending in stems]
+            source = next((file for file in files if file.is_file()), folder)
+            more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+            raise CheckpointError(
+                f"The weights of {self.name} in {str(source)!r} are not those of this {type(self.model).__name__}: "
+                f"{', '.join(reasons[:_SHOWN])}{more}. Build the model as it was when the checkpoint was saved, or write "
+                "load_state(..., strict=False) to take over what fits."
+            )
+
+    def restore(self, payload: Any) -> None:
+        self.model.load_state_dict(payload, **self._keywords)
+
+
+def _add_tied_names(found: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Enter a tensor that the model has under several names, and the file under one of them, under all."""
+    groups: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for name, value in own.items():
+        identity = identity_in_memory(value) if isinstance(value, torch.Tensor) else None
+        if identity is not None:
+            groups[identity].append(name)
+    for group in groups.values():
+        saved = next((name for name in group if name in found), None)
+        if saved is not None:
+            found.update({name: found[saved] for name in group if name not in found})
+
+
+class ObjectPart:
+    """An object whose state is one torch file, the same on all ranks."""
+
+    everywhere = False
+
+    def __init__(self, name: str, file: str, held: Stateful) -> None:
+        self.name = name
+        self.file = file
+        self.held = held
+
+    def snapshot(self) -> Any:
+        return self.held.state_dict()
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        folder.write_torch(self.file, payload)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        return read_torch(folder / self.file, options)
+
+    def restore(self, payload: Any) -> None:
+        self.held.load_state_dict(payload)
+
+
+class OptimizerPart(ObjectPart):
+    """An optimizer."""
+
+    def __init__(self, optimizer: Any, index: int = 0) -> None:
+        super().__init__(f"optimizer {index}", indexed(constants.OPTIMIZER_NAME, index, ".bin"), optimizer)
+        self.optimizer = optimizer
+        self._shards = f"{constants.OPTIMIZER_NAME}_{index}"
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        shards = folder / self._shards
+        is_sharded = (shards / sharded.METADATA).is_file()
+        # A run that shards saves by the names of parameters.
+        state = by_position(sharded.read_whole(shards)["optimizer"] if is_sharded else super().read(folder, options))
+        own_groups: list[dict[str, Any]] = self.optimizer.param_groups
+        saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], own_groups))
+        if saved != own:
+            raise CheckpointError(
+                f"{str(folder / self.file)!r} is of an optimizer with {saved} parameters in its groups, and the one here "
+                f"has {own}: it is of another model, or the groups were made otherwise. Build the optimizer as it was "
+                "when the checkpoint was saved."
+            )
+        return state
+
+
+def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state whose parameters have names as one whose parameters are counted, as torch has it."""
+    groups: list[dict[str, Any]] = [dict(group) for group in state["param_groups"]]
+    held: Mapping[Any, Any] = state["state"]
+    if not any(isinstance(name, str) for group in groups for name in group["params"]):
+        return {"state": dict(held), "param_groups": groups}
+    positions: dict[str, int] = {}
+    for group in groups:
+        for name in group["params"]:
+            positions.setdefault(name, len(positions))
+        group["params"] = [positions[name] for name in group["params"]]
+    counted = {positions[name]: entry for name, entry in held.items() if name in positions}
+    return {"state": counted, "param_groups": groups}
+
+
+class SchedulerPart(ObjectPart):
+    """A learning-rate scheduler."""
+
+    def __init__(self, scheduler: Any, index: int = 0) -> None:
+        super().__init__(f"scheduler {index}", indexed(constants.SCHEDULER_NAME, index, ".bin"), scheduler)
+
+
+class ScalerPart(ObjectPart):
+    """The gradient scaler of float16 training."""
+
+    def __init__(self, scaler: Any) -> None:
+        super().__init__("gradient scaler", constants.SCALER_NAME, scaler)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        if not (folder / self.file).is_file():
+            _LOG.warning(
+                "The checkpoint %s is of a run without a gradient scaler: it starts with its own scale.", folder
+            )
+            return None
+        return super().read(folder, options)
+
+    def restore(self, payload: Any) -> None:
+        if payload is not None:
+            super().restore(payload)
+
+
+class LoaderPart:
+    """A prepared loader.
+
+    A position is counted in global samples, so one file serves all ranks. Where the state of a loader is another on each
+    rank, each writes its own: torchdata's loaders, and data that was divided before it came here.
+
+    In a run that trains, a loader that no optimizer steps with is for evaluation: it starts anew, because a metric over
+    the rest of its samples would be a wrong number.
+
+    Args:
+        others: All loaders of the run.
+    """
+
+    def __init__(
+        self, loader: Any, index: int = 0, *, rank: int = 0, restores: bool = True, others: Sequence[Any] = ()
+    ) -> None:
+        self.name = f"loader {index}"
+        self.loader = loader
+        self.index = index
+        self.rank = rank
+        self.restores = restores
+        self.others = others
+        self._is_stateful = hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
+
+    @property
+    def everywhere(self) -> bool:
+        return self._is_stateful or bool(getattr(self.loader, "split_elsewhere", 0))
+
+    def snapshot(self) -> Any:
+        if not hasattr(self.loader, "state_dict"):
+            return None
+        evaluates = (
+            hasattr(self.loader, "beginning_state_dict")
+            and not self.loader.trains
+            and any(getattr(loader, "trains", False) for loader in self.others)
+        )
+        return self.loader.beginning_state_dict() if evaluates else self.loader.state_dict()
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        if payload is not None:
+            folder.write_torch(self._file(self.rank if self.everywhere else 0, self._is_stateful), payload)
+
+    def _file(self, rank: int, stateful: bool) -> str:
+        # The state of torchdata's loader is known to other libraries under a name of its own.
+        stem = STATEFUL_LOADER if stateful else LOADER
+        return indexed(stem, self.index, f"_rank{rank}.bin" if rank else ".bin")
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        if not self.restores or not hasattr(self.loader, "load_state_dict"):
+            return None
+        own_rank = self.rank if options.saved_world_size == options.world_size else 0
+        kind = self._is_stateful
+        # A position means the same to both kinds of loader; the kind that saved it may have been the other one.
+        files = [folder / self._file(rank, stateful) for stateful in (kind, not kind) for rank in (own_rank, 0)]
+        file = next((file for file in files if file.is_file()), None)
+        state = read_torch(file, options) if file is not None else None
+        if state is not None and not kind and "epoch" not in state.get("_accelerate", state):
+            _LOG.warning("%s was written by torchdata's loader alone: it says nothing to %s.", file, self.name)
+            return None
+        return state
+
+    def restore(self, payload: Any) -> None:
+        if payload is not None:
+            self.loader.load_state_dict(payload)

@@ -1,0 +1,278 @@
+"""The parts of a checkpoint that are the run itself: registered objects, progress, open accumulation window, random states."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+
+from accelerate._base.constants import RNG_STATE_NAME
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.files import FolderWriter
+from accelerate.checkpointing.manifest import CUSTOM, PROGRESS, WINDOW
+from accelerate.checkpointing.parts import LoadOptions, ObjectPart, Part, Stateful, read_torch
+from accelerate.collectives.rng import set_seed
+from accelerate.devices.base import DeviceBackend
+from accelerate.parallel.mesh import GradientShare
+from accelerate.runtime.gradient_clock import GradientState
+
+_LOG = logging.getLogger(__name__)
+_PYTHON, _NUMPY, _TORCH, _STEP = "random_state", "numpy_random_seed", "torch_manual_seed", "step"
+
+
+class CustomPart(ObjectPart):
+    """An object that the program registered; its state may hold anything, so its file is read as trusted."""
+
+    def __init__(self, held: Stateful, index: int = 0) -> None:
+        super().__init__(f"{type(held).__name__} (registered object {index})", f"{CUSTOM}_{index}.pkl", held)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        return read_torch(folder / self.file, options, map_location="cpu", weights_only=False)
+
+
+def check_custom_count(folder: Path, parts: Sequence[Part]) -> None:
+    """Refuse a checkpoint with another number of registered objects.
+
+    Args:
+        parts: The parts of this run.
+
+    Raises:
+        CheckpointError: (a RuntimeError) if the numbers differ.
+    """
+    found = len(list(folder.glob(f"{CUSTOM}_[0-9]*.pkl")))
+    own = sum(isinstance(part, CustomPart) for part in parts)
+    if found != own:
+        raise CheckpointError(
+            f"{str(folder)!r} holds {found} registered object(s), and this run has {own}: it is not known which "
+            "belongs to which. Call register_for_checkpointing with the same objects as when it was saved."
+        )
+
+
+class ProgressPart:
+    """The counters of a run."""
+
+    name = "progress"
+    everywhere = False
+
+    def __init__(self, progress: Stateful) -> None:
+        self.progress = progress
+
+    def snapshot(self) -> Any:
+        return self.progress.state_dict()
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        folder.write_json(PROGRESS, payload)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        path = folder / PROGRESS
+        if not path.is_file():
+            return None  # a checkpoint of another library
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{str(path)!r} is not JSON ({error}): it is broken. Use another checkpoint."
+            ) from error
+
+    def restore(self, payload: Any) -> None:
+        if payload is not None:
+            self.progress.load_state_dict(payload)
+
+
+class WindowCounts(Protocol):
+    """What is counted in an accumulation window."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts; empty if there is nothing to remember."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over counts; an empty dictionary begins anew."""
+
+    def share_of(self, states: Sequence[dict[str, Any]], saved_ranks: int, ranks: int) -> tuple[dict[str, Any], float]:
+        """Return the counts of one of `ranks` ranks, and what the sum of all saved gradients is divided by."""
+
+
+class HoldsGradients(Protocol):
+    """A strategy, which knows where the gradients of an open window are."""
+
+    def gradient_share(self) -> GradientShare:
+        """Return which gradients this rank sums up."""
+
+    def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return what this rank has summed up, whole, by the names of the parameters."""
+
+    def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what was summed up."""
+
+
+class WindowPart:
+    """The gradients summed so far, and what they will be divided by; nothing between two windows."""
+
+    name = "accumulation window"
+    everywhere = True
+
+    def __init__(
+        self,
+        window: WindowCounts,
+        clock: GradientState,
+        models: Sequence[torch.nn.Module],
+        rank: int,
+        strategy: HoldsGradients,
+    ) -> None:
+        self.window = window
+        self.clock = clock
+        self.models = models
+        self.rank = rank
+        self.strategy = strategy
+
+    def snapshot(self) -> Any:
+        is_open = not self.clock.sync_gradients
+        gradients = {
+            f"{index}.{name}": gradient
+            for index, model in enumerate(self.models if is_open else ())
+            for name, gradient in self.strategy.open_gradients(model).items()
+        }
+        counts = self.window.state_dict()
+        if not gradients and not counts:
+            return None
+        share = asdict(self.strategy.gradient_share())
+        return {"window": counts, "is_open": is_open, "gradients": gradients, "share": share}
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        if payload is not None:
+            folder.write_torch(f"{WINDOW}_{self.rank}.bin", payload)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        share = self.strategy.gradient_share()
+        own = folder / f"{WINDOW}_{self.rank}.bin"
+        if options.saved_world_size == options.world_size and own.is_file():
+            payload = read_torch(own, options)
+            if GradientShare(**payload["share"]) == share:
+                return payload
+        files = [folder / f"{WINDOW}_{rank}.bin" for rank in range(options.saved_world_size)]
+        saved = [read_torch(file, options) for file in files if file.is_file()]
+        return self._part_of(saved, share) if saved else None
+
+    def _part_of(self, saved: list[Any], share: GradientShare) -> Any:
+        """Return this rank's part of a window that was opened in another layout."""
+        shares: defaultdict[int, list[Any]] = defaultdict(list)
+        for payload in saved:
+            shares[payload["share"]["index"]].append(payload)
+        counts, divisor = self.window.share_of(
+            [alike[0]["window"] for alike in shares.values()], saved[0]["share"]["count"], share.count
+        )
+        gradients: dict[str, torch.Tensor] = {}
+        for alike in shares.values():
+            # Of the same data: other layers, or the same gradients again.
+            one = {name: gradient for payload in alike for name, gradient in payload["gradients"].items()}
+            for name, gradient in one.items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return {
+            "window": counts,
+            "is_open": saved[0]["is_open"],
+            "gradients": {name: total / divisor for name, total in gradients.items()},
+        }
+
+    def restore(self, payload: Any) -> None:
+        found = payload or {"window": {}, "is_open": False, "gradients": {}}
+        self.window.load_state_dict(found["window"])
+        self.clock._set_sync_gradients(not found["is_open"])
+        for index, model in enumerate(self.models):
+            prefix = f"{index}."
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in found["gradients"].items()
+                if name.startswith(prefix)
+            }
+            self.strategy.set_open_gradients(model, own)
+
+
+class CountsSteps(Protocol):
+    """What counts micro-batches."""
+
+    step: int
+
+
+class RandomPart:
+    """The states of python's, numpy's, torch's and the device's generators, and the number of the micro-batch."""
+
+    name = "random states"
+    everywhere = True
+
+    def __init__(self, counter: CountsSteps, rank: int, backend: DeviceBackend) -> None:
+        self.counter = counter
+        self.rank = rank
+        self.backend = backend
+
+    def snapshot(self) -> dict[str, Any]:
+        states: dict[str, Any] = {
+            _STEP: self.counter.step,
+            _PYTHON: random.getstate(),
+            _NUMPY: numpy.random.get_state(),
+            _TORCH: torch.get_rng_state(),
+        }
+        device = self.backend.get_rng_states()
+        if device is not None:
+            states[self.backend.rng_key] = device
+        return states
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        folder.write_torch(f"{RNG_STATE_NAME}_{self.rank}.pkl", payload)
+
+    def read(self, folder: Path, options: LoadOptions) -> dict[str, Any] | None:
+        path = folder / f"{RNG_STATE_NAME}_{self.rank}.pkl"
+        try:
+            if path.is_file():
+                states: dict[str, Any] = read_torch(path, options, map_location="cpu")
+                return states
+            return self._derive(folder, options)
+        except CheckpointError as error:
+            if options.manifest is not None:
+                raise
+            # Another library wrote it, perhaps with generators that are not known here.
+            _LOG.warning("Random states are not restored: %s", error)
+            return None
+
+    def _derive(self, folder: Path, options: LoadOptions) -> dict[str, Any] | None:
+        """Return the states of a rank that the saved run did not have."""
+        saved = sorted(folder.glob(f"{RNG_STATE_NAME}_[0-9]*.pkl"))
+        if not saved:
+            _LOG.warning("Random states are not restored: %s has none.", folder)
+            return None
+        found = [read_torch(path, options, map_location="cpu") for path in saved]
+        states: dict[str, Any] = found[self.rank % len(found)]
+        if all(torch.equal(states[_TORCH], other[_TORCH]) for other in found):
+            return states  # the ranks draw alike, and so does this one
+        text = f"{self.rank}:".encode() + states[_TORCH].numpy().tobytes()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "little")
+        _LOG.warning(
+            "The checkpoint %s was saved by %d processes: rank %d has no random states in it, and starts with seed %d, "
+            "made from them.",
+            folder,
+            len(found),
+            self.rank,
+            seed,
+        )
+        return {_STEP: states[_STEP], "seed": seed}
+
+    def restore(self, payload: dict[str, Any] | None) -> None:
+        if payload is None:
+            return
+        self.counter.step = payload.get(_STEP, self.counter.step)
+        if "seed" in payload:
+            set_seed(payload["seed"])
+            return
+        random.setstate(payload[_PYTHON])
+        numpy.random.set_state(payload[_NUMPY])
+        torch.set_rng_state(payload[_TORCH])
+        if self.backend.rng_key in payload:
+            self.backend.set_rng_states(payload[self.backend.rng_key])

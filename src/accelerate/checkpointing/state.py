@@ -1,0 +1,464 @@
+"""Save and load a checkpoint of a run, on all ranks together: `Checkpointer.save` and `Checkpointer.load`, top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelerate._base.errors import CheckpointError
+from accelerate._base.helpers import Choice
+from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid, prune
+from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, WorkerThread
+from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, publish
+from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
+from accelerate.checkpointing.run_parts import check_custom_count
+from accelerate.checkpointing.snapshot import Snapshot
+from accelerate.collectives import Communicator, TorchDistCommunicator, communicator
+from accelerate.config.plugins.training import ProjectConfiguration
+from accelerate.runtime import current
+from accelerate.runtime.atomic import make_stage
+from accelerate.runtime.topology import Topology
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+_NOT_SAVED = "saved; nothing was published, and earlier ones are untouched"
+SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[torch.nn.Module], str], None]
+
+
+class BrokenCheckpoint(CheckpointError):
+    """Report a checkpoint whose files are not what was written."""
+
+
+class DividesState(Protocol):
+    """A strategy, which knows of what parts the state of prepared objects is."""
+
+    def checkpoint_parts(self, prepared: Prepared) -> list[Part]:
+        """Return the parts of a checkpoint, in the order in which they are written and restored."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, in words that can be sent to the others."""
+
+    rank: int
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Put an error into words."""
+        return cls(rank, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of a run that write and read one checkpoint together, seen from one of them.
+
+    Args:
+        communicator: How they talk.
+        topology: The rank's place.
+        each_node: Every machine has a disk of its own, and its first rank writes what all ranks have in common.
+        process_group: Over which they talk; the default one if None.
+    """
+
+    communicator: Communicator
+    topology: Topology
+    each_node: bool = False
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def leader(self) -> int:
+        """The rank that leads on the disk of this one: it writes what all ranks have in common, and publishes."""
+        return self.topology.rank - self.topology.local_rank if self.each_node else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the leading one."""
+        return self.topology.rank == self.leader
+
+    def agree(self, value: T | Exception | None, target: Path, doing: str) -> list[T]:
+        """Return the values of the ranks that write to the same disk, in the order of ranks.
+
+        Args:
+            value: What this rank has; an exception if it failed.
+
+        Raises:
+            CheckpointError: The same on every rank, if any rank has failed.
+        """
+        own = Failure.of(self.topology.rank, value) if isinstance(value, Exception) else value
+        entries: list[tuple[int, Any]] = self.communicator.gather_object((self.leader, own))
+        failures = [entry for _, entry in entries if isinstance(entry, Failure)]
+        if failures:
+            first = failures[0]
+            others = f" ({len(failures) - 1} other rank(s) failed too)" if len(failures) > 1 else ""
+            raise CheckpointError(
+                f"The checkpoint {str(target)!r} could not be {doing}. Rank {first.rank}: {first.text}{others}"
+            ) from (value if isinstance(value, Exception) else None)
+        return [entry for leader, entry in entries if leader == self.leader]
+
+
+class Checkpointer:
+    """Save and load the state of a run; at most one save runs in the background.
+
+    Args:
+        project: Says whether every machine keeps a copy on a disk of its own.
+    """
+
+    def __init__(self, project: ProjectConfiguration) -> None:
+        self.project = project
+        self._pending: PendingSave | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"project": self.project, "_pending": None}  # a thread is a matter of its process
+
+    def rank_group(self, *, background: bool = False) -> RankGroup:
+        """Return the ranks of the run.
+
+        Args:
+            background: They talk beside training, over a process group of their own.
+        """
+        runtime = current.runtime()
+        each_node = self.project.save_on_each_node
+        if background and runtime.is_distributed:
+            process_group = current.remember("checkpoint process group", _new_process_group)
+            return RankGroup(TorchDistCommunicator(process_group), runtime.topology, each_node, process_group)
+        return RankGroup(communicator(), runtime.topology, each_node)
+
+    def save(
+        self,
+        target: Path,
+        strategy: DividesState,
+        prepared: Prepared,
+        run_parts: Sequence[Part],
+        facts: Facts,
+        *,
+        hooks: Sequence[SaveHook] = (),
+        blocking: bool = True,
+        keep: int | None = None,
+    ) -> None:
+        """Save a checkpoint, which appears as a whole or not at all; every rank calls it.
+
+        Args:
+            prepared: The objects whose state the strategy divides into parts.
+            run_parts: What belongs to the run and to no strategy.
+            facts: Where the run stands.
+            hooks: Called with the models, their weights and the folder; weights that one takes out are not written, and
+                what it writes to the folder becomes part of the checkpoint.
+            blocking: Wait until it is on the disk; otherwise return when training can go on.
+            keep: How many numbered checkpoints beside the target stay, with this one; all if None.
+
+        Raises:
+            CheckpointError: If it, or the one before that was saved in the background, could not be saved.
+        """
+        self.wait()
+        group = self.rank_group(background=not blocking)
+        stage = _make_common_stage(target, self.rank_group())
+        # Made here and not by a saving thread: threads cannot be started any more while the interpreter ends.
+        folder = FolderWriter(stage, group.process_group)
+        save = StagedSave(target, folder, group, facts, keep)
+        try:
+            parts = _let_hooks_write(strategy.checkpoint_parts(prepared), prepared, hooks, stage)
+            save.snapshot = Snapshot(part for part in (*parts, *run_parts) if part.everywhere or group.leads)
+            if not blocking:
+                save.snapshot.copy_to_host()
+        except Exception as error:  # noqa: BLE001 - the other ranks hear of it before they write
+            save.failure = error
+        except BaseException:
+            save.discard()
+            raise
+        if blocking:
+            save.complete()
+        else:
+            self._pending = PendingSave(target, save.complete)
+
+    def wait(self) -> Path | None:
+        """Wait for the save in the background, and return its folder; None if there is none.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        pending, self._pending = self._pending, None
+        return pending.wait() if pending is not None else None
+
+    def load(
+        self,
+        source: Path,
+        strategy: DividesState,
+        prepared: Prepared,
+        run_parts: Sequence[Part],
+        options: LoadOptions,
+        *,
+        hooks: Sequence[LoadHook] = (),
+    ) -> Manifest | None:
+        """Load a checkpoint, and return its manifest; every rank calls it, and reads all before it changes anything.
+
+        Args:
+            prepared: The objects whose state the strategy divides into parts.
+            run_parts: What belongs to the run and to no strategy.
+            hooks: Called with the models and the folder; models that one takes out are not loaded.
+
+        Raises:
+            BrokenCheckpoint: If its files are not what was written; nothing has been changed then.
+            CheckpointError: If it does not fit this run; nothing has been changed then.
+        """
+        group = self.rank_group()
+        found: list[tuple[Part, Any]] = []
+        manifest, failure = _find(source, group)
+        # Verify in a second thread while the parts are read; each rank of a machine takes a share of the files.
+        thread = WorkerThread("accelerate-verify")
+        try:
+            problems = thread.submit(partial(_verify, source, manifest, group.topology))
+            if hooks:  # they do what they like with the program: not before the checkpoint is known to be good
+                _agree_to_load(source, group, problems, failure)
+            if failure is None:
+                try:
+                    models = list(prepared.models)
+                    for hook in hooks:
+                        hook(models, str(source))
+                    check_custom_count(source, run_parts)
+                    parts = [*strategy.checkpoint_parts(replace(prepared, models=models)), *run_parts]
+                    options = replace(options, manifest=manifest)
+                    found = [(part, part.read(source, options)) for part in parts]
+                except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+                    failure = error
+            _agree_to_load(source, group, problems, failure)
+            while found:
+                part, payload = found.pop(0)
+                part.restore(payload)
+        finally:
+            thread.close()
+        return manifest
+
+    def load_newest(
+        self,
+        folder: Path,
+        strategy: DividesState,
+        prepared: Prepared,
+        run_parts: Sequence[Part],
+        options: LoadOptions,
+        *,
+        hooks: Sequence[LoadHook] = (),
+    ) -> tuple[Path, Manifest | None]:
+        """Load the newest valid checkpoint in a folder, and return it with its manifest; arguments are those of `load`.
+
+        Raises:
+            CheckpointError: If there is none, or it does not fit this run.
+        """
+        group = self.rank_group()
+        broken: set[Path] = set()
+        while True:
+            choices: list[Choice[CheckpointInfo | None]] = [newest_valid(folder, without=broken)]
+            group.communicator.broadcast_objects(choices)
+            chosen, reason = choices[0].value, choices[0].reason
+            if chosen is None:
+                raise CheckpointError(
+                    f"No checkpoint was loaded: {reason}. Give load_state() the folder of a checkpoint, or start anew."
+                )
+            if group.topology.rank == 0:
+                _LOG.info("Loading %s: %s.", chosen.path, reason)
+            try:
+                return chosen.path, self.load(chosen.path, strategy, prepared, run_parts, options, hooks=hooks)
+            except BrokenCheckpoint as error:
+                _LOG.warning("Passing over a checkpoint: %s", error)
+                broken.add(chosen.path)
+
+
+def _new_process_group() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+def _make_common_stage(target: Path, group: RankGroup) -> Path:
+    """Make the folder in which all ranks of a disk write."""
+    outcome: Path | OSError | None = None
+    if group.leads:
+        try:
+            outcome = make_stage(target)
+        except OSError as error:
+            outcome = error
+    stage, *_ = group.agree(outcome, target, "begun")
+    assert stage is not None  # the first rank of a disk leads
+    return stage
+
+
+def _let_hooks_write(parts: list[Part], prepared: Prepared, hooks: Sequence[SaveHook], stage: Path) -> list[Part]:
+    """Let hooks take over the writing of weights, and return the parts that are left."""
+    if not hooks:
+        return parts
+    weights: list[Any] = [part.weights() for part in parts if isinstance(part, ModelPart)]
+    for hook in hooks:
+        hook(list(prepared.models), weights, str(stage))
+    safe = prepared.safe_serialization
+    left = [WeightsPart(entry, index, safe_serialization=safe) for index, entry in enumerate(weights)]
+    return [*left, *(part for part in parts if not isinstance(part, ModelPart))]
+
+
+@dataclass
+class StagedSave:
+    """A checkpoint in the making, from its snapshot on; the rest may run in another thread."""
+
+    target: Path
+    folder: FolderWriter
+    group: RankGroup
+    facts: Facts
+    keep: int | None
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    failure: Exception | None = None
+    """What went wrong on this rank before there was something to write."""
+
+    def complete(self) -> None:
+        """Write, agree, publish and rotate. Every rank calls it.
+
+        Raises:
+            CheckpointError: The same on all ranks, if one of them failed; it leaves no trace then.
+        """
+        group, target = self.group, self.target
+        try:
+            failure = self.failure
+            try:
+                # First of all, so that no optimizer waits until other parts are written.
+                self.snapshot.resolve()
+            except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+                failure = error
+            # Before anything is written: ranks that write shards wait for each other meanwhile.
+            group.agree(failure, target, _NOT_SAVED)
+            written = group.agree(self._write(), target, _NOT_SAVED)
+            published = self._publish([record for records in written for record in records]) if group.leads else None
+            if group.leads and published is None and self.keep:
+                self._rotate(self.keep)
+            group.agree(published, target, "published; earlier ones are untouched")
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            self.snapshot.release()
+        self.folder.close()
+
+    def _write(self) -> list[FileRecord] | Exception:
+        """Write the files of this rank, and return their records once they are on the disk."""
+        stage = self.folder.path
+        try:
+            if not stage.is_dir():
+                raise CheckpointError(
+                    f"{str(stage)!r}, made by the leading rank, is not to be seen here: the machines have no common disk "
+                    "at this place. Save to a shared folder, or use ProjectConfiguration(save_on_each_node=True)."
+                )
+            for part, payload in self.snapshot:
+                part.write(payload, self.folder)
+            return self.folder.finish()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            return error
+
+    def _publish(self, records: list[FileRecord]) -> Exception | None:
+        """Make what all ranks of this disk have written the checkpoint."""
+        stage = self.folder.path
+        try:
+            known = {record.name for record in records}
+            files = sorted(file for file in stage.rglob("*") if file.is_file())
+            # Hooks of the program may have written here too.
+            strays = [file for file in files if file.relative_to(stage).as_posix() not in known]
+            records += [FileRecord.of(file, stage) for file in strays]
+            publish(stage, self.target, Manifest(tuple(records), self.group.topology.world_size, self.facts))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            return error
+        return None
+
+    def _rotate(self, keep: int) -> None:
+        """Remove older checkpoints beside this one."""
+        try:
+            prune(self.target.parent, keep, spare=self.target)
+        except (OSError, CheckpointError) as error:
+            _LOG.warning("Older checkpoints in %s were not removed: %s", self.target.parent, error)
+
+    def discard(self) -> None:
+        """Give up: remove what was written."""
+        self.folder.close()
+        if self.group.leads:
+            shutil.rmtree(self.folder.path, ignore_errors=True)
+
+
+class PendingSave:
+    """A checkpoint that is being written while training goes on.
+
+    The thread is not a daemon: a program that ends meanwhile waits for its last checkpoint.
+
+    Args:
+        target: The folder of the checkpoint.
+        work: Writes and publishes it.
+    """
+
+    def __init__(self, target: Path, work: Callable[[], None]) -> None:
+        self.target = target
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="accelerate-save")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the program waits
+            self._error = error
+            # Said now as well, because a program may end without waiting.
+            _LOG.error("%s", error)
+
+    def done(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait for the end and return the folder of the checkpoint.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.target
+
+
+def _find(source: Path, group: RankGroup) -> tuple[Manifest | None, Exception | None]:
+    """Put a checkpoint in place that a killed save had decided, and return its manifest, or what is wrong with it."""
+    failure: Exception | None = None
+    if group.leads:
+        try:
+            finish_publish(source)
+        except OSError as error:
+            failure = error
+    group.communicator.barrier()
+    try:
+        return Manifest.read(source), failure
+    except CheckpointError as error:
+        return None, error
+
+
+def _verify(source: Path, manifest: Manifest | None, topology: Topology) -> list[FileProblem]:
+    """Return what is wrong with this rank's share of the files."""
+    if manifest is None:
+        return []
+    share = manifest.files[topology.local_rank :: topology.local_world_size]
+    return manifest.problems(source, checksums=True, records=share)
+
+
+def _agree_to_load(
+    source: Path, group: RankGroup, problems: Future[list[FileProblem]], failure: Exception | None
+) -> None:
+    """Wait for the verification, and raise the same error on all ranks if the checkpoint cannot be used."""
+    found = [str(problem) for share in group.communicator.gather_object(problems.result()) for problem in share]
+    if found:
+        raise BrokenCheckpoint(
+            f"The checkpoint {str(source)!r} is broken: {'; '.join(found)}. Nothing was loaded from it. Use "
+            "another checkpoint; load_state() without a path takes the newest valid one."
+        ) from failure
+    group.agree(failure, source, "loaded")
