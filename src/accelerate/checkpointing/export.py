@@ -5,42 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate._base.errors import CheckpointError, ConfigurationError, UsageError, WrongTypeError
+from accelerate._base.errors import CheckpointError, UsageError, WrongTypeError
 from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.remote_folder import RemoteFolder, is_address
-from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, LocalFolder, WeightFolder, WeightFormat
+from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFolder, WeightFormat
 from accelerate.offload.loading import COMPILED
-from accelerate.offload.offloaded import OffloadedWeight, offloaded_weights
+from accelerate.offload.offloaded import offloaded_weights
 from accelerate.offload.safetensors_format import shared_names, warn_of_dropped_names
 from accelerate.offload.sizes import convert_file_size_to_int
 from accelerate.offload.tensors import identity_in_memory
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightToWrite:
     """One weight to write: its shape and dtype are known at once, its data is read when it is written."""
 
-    like: torch.Tensor
+    shape: torch.Size
+    dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     identity: Hashable | None
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelWeights:
     """What a model has to write: its weights, and the entries of its state dict that are no tensors."""
 
-    tensors: Mapping[str, Weight]
+    tensors: Mapping[str, WeightToWrite]
     others: Mapping[str, Any]
 
 
-def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Weights:
+def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> ModelWeights:
     """Return what there is to write of a model, under names without the compiler's additions.
 
     Args:
@@ -50,15 +48,18 @@ def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Weights:
         UsageError: If a weight has no data anywhere.
     """
     elsewhere = offloaded_weights(model)
-    tensors: dict[str, Weight] = {}
+    tensors: dict[str, WeightToWrite] = {}
     empty = []
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
             continue
         if value.device.type != "meta":
-            tensors[name.replace(COMPILED, "")] = _in_memory(value)
+            weight = WeightToWrite(value.shape, value.dtype, value.detach, identity_in_memory(value))
+            tensors[name.replace(COMPILED, "")] = weight
         elif name in elsewhere:
-            tensors[name.replace(COMPILED, "")] = _offloaded(elsewhere[name])
+            stored = elsewhere[name]
+            weight = WeightToWrite(stored.like.shape, stored.like.dtype, stored.read, stored.identity)
+            tensors[name.replace(COMPILED, "")] = weight
         else:
             empty.append(name)
     if empty:
@@ -67,42 +68,11 @@ def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> Weights:
             "is nothing to save. Load weights into the model first."
         )
     others = {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}
-    return Weights(tensors, others)
-
-
-def _in_memory(value: torch.Tensor) -> Weight:
-    return Weight(_without_data(value), value.detach, identity_in_memory(value))
-
-
-def _offloaded(weight: OffloadedWeight) -> Weight:
-    return Weight(_without_data(weight.like), weight.read, weight.identity)
-
-
-def _without_data(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that takes the bytes that are written, also where the weight is a part of a larger one."""
-    return torch.empty(like.shape, dtype=like.dtype, device="meta")
-
-
-def open_folder(save_directory: str | PathLike[str]) -> WeightFolder:
-    """Return the folder to save to, which need not be there yet.
-
-    Raises:
-        ConfigurationError: If there is a file in its place.
-        MissingPackageError: If it is an address whose package is not installed.
-    """
-    if isinstance(save_directory, str) and is_address(save_directory):
-        return RemoteFolder(save_directory)
-    folder = Path(save_directory)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(
-            f"save_directory={fspath(save_directory)!r} is a file, and weights are written into a folder beside their "
-            "index. Give the path of a folder; it is made if it is not there."
-        )
-    return LocalFolder(folder)
+    return ModelWeights(tensors, others)
 
 
 def save_weights(
-    weights: Weights,
+    weights: ModelWeights,
     folder: WeightFolder,
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
@@ -153,12 +123,17 @@ def save_weights(
 
 
 def _plan(
-    weights: Weights, shared: Mapping[str, str], kind: WeightFormat, limit: int
+    weights: ModelWeights, shared: Mapping[str, str], kind: WeightFormat, limit: int
 ) -> tuple[dict[str, list[str]], dict[str, Any] | None]:
     """Return which weights each file holds, and the index of the files if they are several."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    owners = {name: weight.like for name, weight in weights.tensors.items() if name not in shared}
+    # Without data, and each of its own: a weight that is a part of a larger one takes the bytes that are written.
+    owners = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for name, weight in weights.tensors.items()
+        if name not in shared
+    }
     split = split_torch_state_dict_into_shards(owners, filename_pattern=kind.pattern, max_shard_size=limit)
     files = split.filename_to_tensors or {kind.single: []}
     if kind is TORCH:
@@ -170,7 +145,7 @@ def _plan(
     return files, {"metadata": split.metadata, "weight_map": weight_map}
 
 
-def _torch_shard(weights: Weights, names: list[str], shared: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _torch_shard(weights: ModelWeights, names: list[str], shared: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Return tensors under all their names, in the order of the state dict, so that a file holds their data once."""
     read = {name: _compact(weights.tensors[name].read()) for name in names if name not in shared}
     return {name: read[shared.get(name, name)] for name in weights.tensors if shared.get(name, name) in read}
