@@ -24,7 +24,7 @@ VENDORS = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron", "mps")
 
 # A file, or a folder with a trailing slash, that a rule does not bind; all relative to the package.
 ENVIRONMENT_ROOMS = ("config/env.py", "runtime/rank_sources.py")
-VENDOR_ROOMS = ("devices/", "_base/enums.py", "_base/imports.py", "utils/imports.py")
+VENDOR_ROOMS = ("devices/", "_base/enums.py")
 DISTRIBUTED_TYPE_ROOMS = ("strategies/registry.py",)
 # The public load(), which defaults to weights_only=True and lets its caller choose.
 TORCH_LOAD_ROOMS = ("checkpointing/torch_files.py",)

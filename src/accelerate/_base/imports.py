@@ -159,8 +159,8 @@ def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-# One line per package: programs import these names. Checks that ask for a device are in `devices.availability`, those
-# that also read a variable in `config.availability` and `runtime.availability`.
+# One line per package: programs import these names. Checks that ask for a device are in `devices.registry`, those that
+# also read a variable in `runtime.availability`.
 
 
 def is_aim_available() -> bool:

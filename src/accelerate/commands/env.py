@@ -18,7 +18,8 @@ from accelerate.config import env
 from accelerate.config.cli import spellings
 from accelerate.config.cluster_config import load_config_from_file
 from accelerate.config.files import ConfigFileNotFoundError, current_default_file, default_config_file, read_config_file
-from accelerate.devices.availability import (
+from accelerate.devices.machine import detect
+from accelerate.devices.registry import (
     is_mlu_available,
     is_mps_available,
     is_musa_available,
@@ -27,7 +28,6 @@ from accelerate.devices.availability import (
     is_sdaa_available,
     is_xpu_available,
 )
-from accelerate.devices.machine import detect
 
 __all__ = [
     "default_config_file",

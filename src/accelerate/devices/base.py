@@ -7,12 +7,14 @@ import importlib.util
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from accelerate._base.enums import DistributedType
-from accelerate.devices.copy_lane import CopyLane
+
+if TYPE_CHECKING:
+    import torch
+
+    from accelerate.devices.copy_lane import CopyLane
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class DeviceBackend:
     """Facts about one device type, and the few operations that differ between types.
 
     A new vendor is usually only data: an instance of this class. Where `torch.accelerator` and the device module
-    `torch.<type>` do not do the right thing, a subclass overrides the method.
+    `torch.<type>` do not do the right thing, a subclass overrides the method. Facts are known without torch.
 
     Args:
         type: The string of `torch.device(...)`.
@@ -31,9 +33,11 @@ class DeviceBackend:
         priority: Backends with a higher number are preferred when several are available.
         rng_key: The name of this hardware's random state in a checkpoint.
         autocast_dtypes: Names of the dtypes that autocast supports here without asking the hardware.
-        process_variables: Environment variables that a process must have before it uses this hardware.
         needs_device_ids: Whether `DistributedDataParallel` wants the device index.
+        process_variables: Environment variables that a process must have before it uses this hardware.
         can_fork: Whether a forked process may use this hardware.
+        device_files: Patterns of device files below the root, one file each; the first pattern with a hit counts.
+        listing_command: A program that lists them, one line each, for machines that have no device files (WSL).
     """
 
     type: str
@@ -42,11 +46,16 @@ class DeviceBackend:
     package: str | None = None
     visible_devices_variable: str | None = None
     priority: int = 0
-    rng_key: str = ""
+    rng_key: str = "torch_{type}_manual_seed"
     autocast_dtypes: frozenset[str] = field(default_factory=frozenset)
     needs_device_ids: bool = True
     process_variables: tuple[tuple[str, str], ...] = ()
     can_fork: bool = True
+    device_files: tuple[str, ...] = ()
+    listing_command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rng_key", self.rng_key.format(type=self.type))
 
     def load(self) -> bool:
         """Import the vendor's package, if it has one, and return whether torch can know this device type now."""
@@ -61,6 +70,8 @@ class DeviceBackend:
     @property
     def module(self) -> ModuleType | None:
         """Return `torch.<type>`, or None where torch has no such module."""
+        import torch
+
         module = getattr(torch, self.type, None)
         return module if isinstance(module, ModuleType) else None
 
@@ -78,6 +89,8 @@ class DeviceBackend:
 
     def device(self, index: int | None = None) -> torch.device:
         """Return the torch device; an index beyond the number of devices wraps around."""
+        import torch
+
         if index is None:
             return torch.device(self.type)
         return torch.device(self.type, index % max(self.device_count(), 1))
@@ -90,7 +103,13 @@ class DeviceBackend:
         if select is not None:
             select(device)
         else:
+            import torch
+
             torch.accelerator.set_device_index(device.index)
+
+    def is_fork_safe(self) -> bool:
+        """Return whether a forked process may use this hardware."""
+        return self.can_fork
 
     def context_exists(self) -> bool:
         """Return whether this process holds a context on a device, which a forked one could not use."""
@@ -111,6 +130,8 @@ class DeviceBackend:
 
     def copy_lane(self, device: torch.device) -> CopyLane | None:
         """Return a way to bring tensors to a device beside its work, or None where it has no streams."""
+        from accelerate.devices.copy_lane import CopyLane
+
         return CopyLane(device) if getattr(self.module, "Stream", None) is not None else None
 
     def get_rng_state(self) -> Any:

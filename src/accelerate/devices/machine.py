@@ -13,7 +13,8 @@ from pathlib import Path
 
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate.devices.hardware import AMD_NODES, APPLE, CPU, KNOWN, Hardware
+from accelerate.devices.base import DeviceBackend
+from accelerate.devices.registry import AMD_NODES, APPLE, CPU, TPU, VENDORS
 
 # A line of a tool's list: "GPU 0: ..." or "0,...", unlike a heading.
 _LISTED = re.compile(r"(?:GPU )?\d")
@@ -77,13 +78,13 @@ def detect(environ: Mapping[str, str], *, root: Path = Path("/")) -> Machine:
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         has_mpirun=any(shutil.which(name, path=environ.get("PATH")) for name in ("mpirun", "mpiexec")),
         slurm=_slurm(environ),
-        visible_devices_variable=kind.variable,
+        visible_devices_variable=kind.visible_devices_variable,
         label=kind.label,
     )
 
 
-def _accelerator(environ: Mapping[str, str], root: Path) -> tuple[Hardware, int]:
-    for kind in KNOWN:
+def _accelerator(environ: Mapping[str, str], root: Path) -> tuple[DeviceBackend, int]:
+    for kind in (*VENDORS, TPU):
         count = _visible(kind, _count(kind, environ, root), environ)
         if count:
             return kind, count
@@ -93,16 +94,16 @@ def _accelerator(environ: Mapping[str, str], root: Path) -> tuple[Hardware, int]
     return CPU, 0
 
 
-def _count(kind: Hardware, environ: Mapping[str, str], root: Path) -> int:
-    for pattern in kind.files:
+def _count(kind: DeviceBackend, environ: Mapping[str, str], root: Path) -> int:
+    for pattern in kind.device_files:
         hits = [path for path in root.glob(pattern) if not pattern.startswith(AMD_NODES) or _computes(path)]
         if hits:
             return len(hits)
     # A tool speaks about the real machine only.
-    if not kind.tool or root != Path("/"):
+    if not kind.listing_command or root != Path("/"):
         return 0
-    program = shutil.which(kind.tool[0], path=environ.get("PATH"))
-    return _lines([program, *kind.tool[1:]]) if program else 0
+    program = shutil.which(kind.listing_command[0], path=environ.get("PATH"))
+    return _lines([program, *kind.listing_command[1:]]) if program else 0
 
 
 def link_variables(machine: Machine) -> dict[str, str]:
@@ -134,8 +135,8 @@ def _lines(command: list[str]) -> int:
     return sum(_LISTED.match(line) is not None for line in answer.stdout.splitlines())
 
 
-def _visible(kind: Hardware, count: int, environ: Mapping[str, str]) -> int:
-    limit = environ.get(kind.variable) if kind.variable else None
+def _visible(kind: DeviceBackend, count: int, environ: Mapping[str, str]) -> int:
+    limit = environ.get(kind.visible_devices_variable or "")
     if limit is None or not count:
         return count
     # A negative number ends the list, as the drivers have it.

@@ -71,18 +71,6 @@ def check_cuda_fp8_capability() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _FP8_CAPABILITY
 
 
-def get_current_device_type() -> tuple[str, str]:
-    """Return the type and the label of the hardware at hand, such as `("cuda", "MULTI_GPU")`.
-
-    Without an accelerator it is the pair of CUDA, which programs that prepare a run for another machine rely on.
-    """
-    from accelerate.devices import registry
-
-    found = registry.default().value
-    backend = registry.get("cuda") if found.type == "cpu" else found
-    return backend.type, backend.label.value
-
-
 def _near_cores_nvidia(index: int) -> list[int]:
     """Return the cores near an NVIDIA device; `index` counts the devices that this process sees."""
     import torch

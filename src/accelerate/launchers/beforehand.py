@@ -26,7 +26,7 @@ def choose_start_method(machine: Machine) -> Choice[str]:
     if "fork" not in multiprocessing.get_all_start_methods():
         return Choice("spawn", f"{sys.platform} cannot fork")
     backend = _backend(machine)
-    if backend is not None and not backend.can_fork:
+    if backend is not None and not backend.is_fork_safe():
         return Choice("spawn", f"a forked process cannot use {backend.type}")
     return Choice("fork", "functions of the notebook are in a forked process at once")
 

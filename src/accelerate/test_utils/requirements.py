@@ -12,7 +12,7 @@ from accelerate._base.constants import FSDP2_PYTORCH_VERSION
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import has_package
 from accelerate.config import env
-from accelerate.devices import availability, nvidia
+from accelerate.devices import nvidia, registry
 from accelerate.runtime.availability import is_torch_xla_available
 
 T = TypeVar("T")
@@ -39,8 +39,6 @@ def _needs(what: str, condition: Callable[[], bool]) -> Requirement:
 @functools.cache
 def backend() -> tuple[str, int]:
     """Return the device type that a run here would use and how many of them there are, at least one."""
-    from accelerate.devices import registry
-
     chosen = registry.default().value
     return chosen.type, max(1, chosen.device_count())
 
@@ -54,15 +52,15 @@ def _count() -> int:
 
 
 def _cuda() -> bool:
-    return availability.is_cuda_available() and not is_torch_xla_available()
+    return registry.is_cuda_available() and not is_torch_xla_available()
 
 
 def _xpu() -> bool:
-    return availability.is_xpu_available()
+    return registry.is_xpu_available()
 
 
 def _fp8() -> bool:
-    return imports.is_fp8_available() and nvidia.check_cuda_fp8_capability() and not availability.is_habana_gaudi1()
+    return imports.is_fp8_available() and nvidia.check_cuda_fp8_capability() and not registry.is_habana_gaudi1()
 
 
 def _tracker() -> bool:
@@ -129,9 +127,7 @@ require_mlflow = _needs("mlflow", imports.is_mlflow_available)
 require_non_torch_xla = _needs("a torch without XLA", lambda: not is_torch_xla_available())
 require_pandas = _needs("pandas", imports.is_pandas_available)
 require_peft = _needs("peft", imports.is_peft_available)
-require_pippy = _needs(
-    "pipeline parallelism", lambda: imports.is_pippy_available() and not availability.is_habana_gaudi1()
-)
+require_pippy = _needs("pipeline parallelism", lambda: imports.is_pippy_available() and not registry.is_habana_gaudi1())
 require_schedulefree = _needs("schedulefree", imports.is_schedulefree_available)
 require_swanlab = _needs("swanlab", imports.is_swanlab_available)
 require_tensorboard = _needs("tensorboard", imports.is_tensorboard_available)
@@ -158,23 +154,23 @@ require_wandb = _needs("wandb", imports.is_wandb_available)
 # Devices.
 require_cpu = _needs("a machine without accelerator", lambda: _kind() == "cpu")
 require_cuda = _needs("CUDA", _cuda)
-require_cuda_or_hpu = _needs("CUDA or HPU", lambda: _cuda() or availability.is_hpu_available())
+require_cuda_or_hpu = _needs("CUDA or HPU", lambda: _cuda() or registry.is_hpu_available())
 require_cuda_or_xpu = _needs("CUDA or XPU", lambda: _cuda() or _xpu())
-require_fp16 = _needs("a device that computes in fp16", availability.is_fp16_available)
+require_fp16 = _needs("a device that computes in fp16", registry.is_fp16_available)
 require_fp8 = _needs("a device and a package for FP8", _fp8)
-require_mlu = _needs("MLU", availability.is_mlu_available)
-require_mps = _needs("MPS", availability.is_mps_available)
+require_mlu = _needs("MLU", registry.is_mlu_available)
+require_mps = _needs("MPS", registry.is_mps_available)
 require_multi_device = _needs("several accelerators", lambda: _count() > 1)
 require_multi_gpu = _needs("several CUDA GPUs", lambda: _cuda() and _count() > 1)
 require_multi_gpu_or_xpu = _needs("several CUDA GPUs or XPUs", lambda: (_cuda() or _xpu()) and _count() > 1)
 require_multi_xpu = _needs("several XPUs", lambda: _xpu() and _count() > 1)
-require_musa = _needs("MUSA", availability.is_musa_available)
-require_neuron = _needs("Neuron", availability.is_neuron_available)
+require_musa = _needs("MUSA", registry.is_musa_available)
+require_neuron = _needs("Neuron", registry.is_neuron_available)
 require_non_cpu = _needs("an accelerator", lambda: _kind() != "cpu")
-require_non_hpu = _needs("a machine without HPU", lambda: not availability.is_hpu_available())
+require_non_hpu = _needs("a machine without HPU", lambda: not registry.is_hpu_available())
 require_non_xpu = _needs("a machine without XPU", lambda: not _xpu())
-require_npu = _needs("NPU", availability.is_npu_available)
-require_sdaa = _needs("SDAA", availability.is_sdaa_available)
+require_npu = _needs("NPU", registry.is_npu_available)
+require_sdaa = _needs("SDAA", registry.is_sdaa_available)
 require_single_device = _needs("one accelerator", lambda: _kind() != "cpu" and _count() == 1)
 require_single_gpu = _needs("one CUDA GPU", lambda: _cuda() and _count() == 1)
 require_single_xpu = _needs("one XPU", lambda: _xpu() and _count() == 1)

@@ -9,10 +9,10 @@ from accelerate.config.env import purge_accelerate_environment as purge_accelera
 from accelerate.config.env import str_to_bool as str_to_bool
 from accelerate.devices.nvidia import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accelerate.devices.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
-from accelerate.devices.nvidia import get_current_device_type as get_current_device_type
 from accelerate.devices.nvidia import get_driver_version as get_driver_version
 from accelerate.devices.nvidia import get_gpu_info as get_gpu_info
 from accelerate.devices.nvidia import override_numa_affinity as override_numa_affinity
 from accelerate.devices.nvidia import set_numa_affinity as set_numa_affinity
+from accelerate.devices.registry import get_current_device_type as get_current_device_type
 from accelerate.runtime.cpu_information import CPUInformation as CPUInformation
 from accelerate.runtime.cpu_information import get_cpu_distributed_information as get_cpu_distributed_information

@@ -166,7 +166,7 @@ def test_an_engine_switched_on_by_the_environment() -> None:
 def elsewhere() -> Iterator[None]:
     """Let the default device be another than the CPU."""
     from accelerate._base.enums import DistributedType
-    from accelerate.devices.cpu import CpuBackend
+    from accelerate.devices.registry import CpuBackend
 
     registry.register(CpuBackend("meta", DistributedType.MULTI_GPU, "gloo", priority=1000))
     yield

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate.devices import availability, nvidia
+from accelerate.devices import nvidia, registry
+from accelerate.devices.base import DeviceBackend
 from accelerate.devices.machine import Machine, link_variables
 from accelerate.runtime.availability import is_bf16_available, is_torch_xla_available
 
-CHECKS = [value for name, value in vars(availability).items() if name.startswith("is_") and name != "is_torch_version"]
+CHECKS = [value for name, value in vars(registry).items() if name.startswith("is_")]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -27,15 +29,17 @@ def test_a_check_answers_with_a_bool(check: object) -> None:
 
 
 def test_checks_agree_with_torch() -> None:
-    assert availability.is_cuda_available() == torch.cuda.is_available()
-    assert availability.is_mps_available() == torch.backends.mps.is_available()
-    assert availability.is_xpu_available() == torch.xpu.is_available()
-    assert not availability.is_mps_available(min_version="1000.0")
+    assert registry.is_cuda_available() == torch.cuda.is_available()
+    assert registry.is_mps_available() == torch.backends.mps.is_available()
+    assert registry.is_xpu_available() == torch.xpu.is_available()
+    assert not registry.is_mps_available(min_version="1000.0")
 
 
 def test_an_unknown_package_is_no_device() -> None:
-    assert not availability._vendor_available("nonsense", "a_package_that_nobody_wrote", False)
-    assert not availability._vendor_available("nonsense", None, False)
+    assert not DeviceBackend(
+        "nonsense", DistributedType.NO, "gloo", package="a_package_that_nobody_wrote"
+    ).is_available()
+    assert not DeviceBackend("nonsense", DistributedType.NO, "gloo").is_available()
 
 
 def test_bf16_on_the_hardware_at_hand() -> None:
@@ -49,7 +53,7 @@ def test_xla() -> None:
 
 
 def test_importing_the_checks_imports_no_torch() -> None:
-    code = "import sys, accelerate.devices.availability, accelerate.devices.nvidia; print('torch' in sys.modules)"
+    code = "import sys, accelerate.devices.registry, accelerate.devices.nvidia; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -104,9 +108,9 @@ def test_without_a_driver_peer_to_peer_is_assumed(tmp_path: Path, monkeypatch: p
 
 def test_current_device_type_without_an_accelerator() -> None:
     if torch.accelerator.is_available():
-        assert nvidia.get_current_device_type()[0] == torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        assert registry.get_current_device_type()[0] == torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     else:
-        assert nvidia.get_current_device_type() == ("cuda", "MULTI_GPU")
+        assert registry.get_current_device_type() == ("cuda", "MULTI_GPU")
 
 
 def test_cores_of_a_memory_node(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_the_environment_chooses_a_device(fake: FakeBackend) -> None:
 def installed_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install a real distribution with a real entry point on the path of this process."""
     (tmp_path / "warp_drive.py").write_text(
-        "from accelerate.devices.cpu import CpuBackend\n"
+        "from accelerate.devices.registry import CpuBackend\n"
         "from accelerate._base.enums import DistributedType\n"
         "BACKEND = CpuBackend('warp', DistributedType.MULTI_MUSA, 'gloo', priority=500)\n"
     )
