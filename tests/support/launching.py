@@ -13,7 +13,7 @@ from tests.support.processes import script_environment
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
 from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine
-from accelerate.launch.site import Site
+from accelerate.launch.host import Host
 
 PYTHON = "python3"
 
@@ -39,10 +39,10 @@ def make_config(
     return RunConfig(values, machine=Machine(cpu_count=8))
 
 
-def make_site(environment: Mapping[str, str] | None = None, **facts: Any) -> Site:
+def make_host(environment: Mapping[str, str] | None = None, **facts: Any) -> Host:
     """Return surroundings of a machine with eight cores on which every port is free."""
-    site = Site(environment=dict(environment or {}), python=PYTHON, physical_cores=lambda: 8)
-    return dataclasses.replace(site, **facts)
+    host = Host(environment=dict(environment or {}), python=PYTHON, physical_cores=lambda: 8)
+    return dataclasses.replace(host, **facts)
 
 
 def launch_command(*arguments: str) -> list[str]:

@@ -121,11 +121,11 @@ def _enter(file: str) -> tuple[int, int, str]:
     return seen[0]
 
 
-def test_an_entry_meets_the_others_at_a_file(tmp_path: Path) -> None:
+def test_a_process_meets_the_others_at_a_file(tmp_path: Path) -> None:
     assert run_group(_enter, 2, str(tmp_path / "meeting")) == [(0, 2, "1x"), (1, 2, "1x")]
 
 
-def test_an_entry_tells_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_learns_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "FORK_LAUNCHED"):
         monkeypatch.setenv(name, "")
     seen: list[str | None] = []

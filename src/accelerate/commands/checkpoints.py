@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import convert_bytes
 from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus, verify
+from accelerate.commands import command_parser
 from accelerate.runtime.atomic import remove_folder
 
 if TYPE_CHECKING:
@@ -30,13 +31,8 @@ _UNITS = ((60.0, 1.0, "s"), (3600.0, 60.0, "min"), (48 * 3600.0, 3600.0, "h"), (
 
 
 def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Return the parser of `accelerate checkpoints`, of its own or under another one."""
-    words: dict[str, Any] = {"description": _DESCRIPTION, "epilog": _EPILOG}
-    parser: argparse.ArgumentParser
-    if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate checkpoints", **words)
-    else:
-        parser = subparsers.add_parser("checkpoints", **words)
+    """Make the parser of `accelerate checkpoints`."""
+    parser = command_parser("checkpoints", subparsers, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         "folder", metavar="DIR", type=Path, help="The folder of the project, of its checkpoints, or of one of them."
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from accelerate import __version__
 from accelerate._base.errors import ConfigurationError
+from accelerate.commands import command_parser
 from accelerate.config import env
 from accelerate.config.cli import spellings
 from accelerate.config.cluster_config import load_config_from_file
@@ -66,18 +67,9 @@ _GIBIBYTE = 2**30
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Make the parser of `accelerate env`.
-
-    Args:
-        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
-    """
-    words: dict[str, Any] = {"description": "Show versions, hardware and the configuration in force."}
-    parser: argparse.ArgumentParser
-    if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate env", **words)
-    else:
-        parser = subparsers.add_parser("env", **words)
-        parser.set_defaults(func=env_command)
+    """Make the parser of `accelerate env`."""
+    parser = command_parser("env", subparsers, description="Show versions, hardware and the configuration in force.")
+    parser.set_defaults(func=env_command)
     parser.add_argument(*spellings("--config_file"), default=None, help="The configuration file to show.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object, for programs.")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from typing import TYPE_CHECKING
@@ -10,9 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from accelerate.launch.command import shell_words
-from accelerate.launch.origins import is_default
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.plan import ElasticOptions, LaunchPlan
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
@@ -27,18 +26,18 @@ _MODES = {
 _WIDTH_OF_A_FILE = 160
 
 
-def explain(config: RunConfig, plan: LaunchPlan, reason: str, *, verbose: bool = False) -> None:
+def explain(config: RunConfig, plan: LaunchPlan, *, verbose: bool = False) -> None:
     """Print the values, the plan and its notes."""
     console = wide_console()
     console.print(table_of(config, "What this launch would use", verbose=verbose))
     if not verbose:
         console.print(Text("Values that are defaults are left out; --verbose shows them.", style="dim"))
     console.print()
-    _line(console, "launcher", f"{plan.launcher}, because: {reason}")
+    _line(console, "launcher", f"{plan.launcher}, because: {plan.reason}")
     _line(console, "mode", f"{plan.mode}: {_MODES[plan.mode]}")
-    _line(console, "command", shell_words(plan.argv))
+    _line(console, "command", shlex.join(plan.argv))
     if plan.elastic is not None:
-        _elastic(console, plan)
+        _print_elastic(console, plan.elastic)
     _line(console, "environment", "")
     for name, value in sorted(plan.environment.items()):
         console.print(Text(f"  {name}={_masked(name, value)}"), soft_wrap=True)
@@ -65,7 +64,7 @@ def table_of(config: RunConfig, title: str, *, verbose: bool) -> Table:
     table = Table("option", "value", "origin", title=title, title_justify="left")
     section = None
     for place, key, value, origin in config.rows():
-        if not verbose and is_default(config, key):
+        if not verbose and config.is_default(key):
             continue
         if section is not None and place != section:
             table.add_section()
@@ -74,20 +73,14 @@ def table_of(config: RunConfig, title: str, *, verbose: bool) -> Table:
     return table
 
 
-def _elastic(console: Console, plan: LaunchPlan) -> None:
-    options = plan.elastic
-    if options is None:
-        return
-    _line(
-        console,
-        "processes",
-        f"{options.nproc_per_node} here, {options.nproc_per_node * options.num_nodes} on {options.num_nodes} machine(s)",
-    )
-    place = options.rdzv_endpoint
-    if place.endswith(":0"):
-        place = "this machine, on a free port that the system picks at the start"
+def _print_elastic(console: Console, options: ElasticOptions) -> None:
+    total = options.nproc_per_node * options.num_nodes
+    _line(console, "processes", f"{options.nproc_per_node} here, {total} on {options.num_nodes} machine(s)")
+    endpoint = options.rdzv_endpoint
+    if endpoint.endswith(":0"):
+        endpoint = "this machine, on a free port that the system picks at the start"
     extra = "".join(f", {key}={value}" for key, value in options.rdzv_configs.items())
-    _line(console, "meeting point", f"{place} ({options.rdzv_backend}{extra})")
+    _line(console, "rendezvous", f"{endpoint} ({options.rdzv_backend}{extra})")
     _line(console, "restarts", str(options.max_restarts))
 
 

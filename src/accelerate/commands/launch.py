@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
-from accelerate._base.errors import ConfigurationError
-from accelerate.commands.help import MORE, CustomHelpFormatter, clean_option, options_to_group
-from accelerate.config import env
+from accelerate import launch
+from accelerate.commands import run_as_program
+from accelerate.config import conflicts, env
 from accelerate.config.cli import add_launch_arguments
 from accelerate.config.resolve import resolve
-from accelerate.config.run_config import RunConfig
 from accelerate.devices.machine import detect
-from accelerate.launch import deepspeed, elastic, simple, tpu
-from accelerate.launch.command import check_script
-from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.registry import choose, make_plan
-from accelerate.launch.run import run
-from accelerate.launch.site import here
+from accelerate.launch.host import this_host
+from accelerate.launch.plan import Launcher
 
 __all__ = [
     "CustomHelpFormatter",
@@ -36,6 +31,77 @@ __all__ = [
     "tpu_launcher",
     "tpu_pod_launcher",
 ]
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+    "mpirun_hostfile": "MPI Arguments",
+    "use_parallelism_config": "ParallelismConfig Arguments",
+    "num_machines": "Distributed GPUs",
+    "num_processes": "Distributed GPUs",
+}
+_ALWAYS_SHOWN = (
+    "positional arguments",
+    "options",
+    "Hardware Selection Arguments",
+    "Resource Selection Arguments",
+    "Training Paradigm Arguments",
+    "Explaining",
+)
+_MORE = (
+    "More options are shown by --help together with "
+    + ", ".join(f"--{option}" for option in options_to_group if option != "num_machines")
+    + ", or with --verbose."
+)
+
+
+def clean_option(option: str) -> str:
+    """Return the name of an option without dashes and value, with underscores: `--use-fsdp=x` is `use_fsdp`."""
+    return option.split("=", maxsplit=1)[0].lstrip("-").replace("-", "_")
+
+
+class CustomHelpFormatter(argparse.HelpFormatter):
+    """Show the groups that always matter and those that the flags of this command line call for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = {clean_option(word) for word in sys.argv[1:] if word.startswith("-")}
+        self.everything = "verbose" in given
+        self.titles = {*_ALWAYS_SHOWN, *(group for option, group in options_to_group.items() if option in given)}
+        self._shown = True
+
+    def start_section(self, heading: str | None) -> None:
+        """Begin a group and decide whether it is shown."""
+        self._shown = self.everything or heading is None or heading in self.titles
+        super().start_section(heading)
+
+    def add_text(self, text: str | None) -> None:
+        """Add text unless it belongs to a group that is not shown."""
+        if self._shown:
+            super().add_text(text)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an option in the spelling with underscores, unless its group is not shown."""
+        if not self._shown:
+            return
+        shown = copy.copy(action)
+        shown.option_strings = [
+            option
+            for option in action.option_strings
+            if "-" not in option.lstrip("-") or len(action.option_strings) < 2
+        ]
+        super().add_argument(shown)
+
+    def end_section(self) -> None:
+        """End a group."""
+        self._shown = True
+        super().end_section()
 
 
 class LaunchParser(argparse.ArgumentParser):
@@ -106,21 +172,19 @@ class LaunchParser(argparse.ArgumentParser):
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Make the parser of `accelerate launch`."""
-    description = "Start a script on one process or many. Options of the launcher come before the script."
+    texts: dict[str, Any] = {
+        "description": "Start a script on one process or many. Options of the launcher come before the script.",
+        "usage": "%(prog)s [options] script.py [arguments of the script]",
+        "epilog": _MORE,
+        "formatter_class": CustomHelpFormatter,
+    }
     parser: argparse.ArgumentParser
-    texts: dict[str, Any] = {"description": description, "epilog": MORE, "formatter_class": CustomHelpFormatter}
-    texts["usage"] = "%(prog)s [options] script.py [arguments of the script]"
     if subparsers is None:
         parser = LaunchParser("accelerate launch", **texts)
     else:
         parser = subparsers.add_parser("launch", allow_abbrev=False, **texts)
         parser.set_defaults(func=launch_command)
     add_launch_arguments(parser)
-    _add_explain(parser)
-    return parser
-
-
-def _add_explain(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Explaining", "Show what would be started, and start nothing.")
     group.add_argument(
         "--explain",
@@ -134,6 +198,10 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="With --explain also the values that are defaults; with --help every group of options.",
     )
+    return parser
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -142,7 +210,7 @@ def launch_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: If the options cannot work, alone or together.
     """
-    _launch(args, in_place=False)
+    _launch(args)
 
 
 def launch_in_place(args: argparse.Namespace) -> None:
@@ -152,30 +220,29 @@ def launch_in_place(args: argparse.Namespace) -> None:
 
 def simple_launcher(args: argparse.Namespace) -> None:
     """Start one process."""
-    _start_by(simple, args)
+    _launch(args, [launch.ONE_PROCESS])
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
     """Start this machine's processes under torch's elastic agent."""
-    _start_by(elastic, args)
+    _launch(args, [launch.ELASTIC])
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
     """Start by DeepSpeed's launcher, or under torch's agent where that does the same."""
-    accepted = deepspeed.accepts(_resolved(args), here()).value
-    _start_by(deepspeed if accepted else elastic, args)
+    _launch(args, [launch.DEEPSPEED, launch.ELASTIC])
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
     """Start a training function on the cores of this TPU machine."""
     args.tpu_cluster = False
-    _start_by(tpu, args)
+    _launch(args, [launch.TPU])
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
     """Start the script on every machine of a TPU pod."""
     args.tpu_cluster = True
-    _start_by(tpu, args)
+    _launch(args, [launch.TPU])
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
@@ -184,56 +251,30 @@ def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: Always.
     """
-    raise _no_sagemaker(type(sagemaker_config).__name__)
+    raise conflicts.sagemaker_job(type(sagemaker_config).__name__)
 
 
-def _resolved(args: argparse.Namespace) -> RunConfig:
-    return resolve(args, detect(env.items()))
-
-
-def _start_by(launcher: ModuleType, args: argparse.Namespace) -> None:
-    config, site = _resolved(args), here()
-    check_script(config, site)
-    plan: LaunchPlan = launcher.plan(config, site)
-    code = run(plan)
-    if code:
-        sys.exit(code)
-
-
-def _launch(args: argparse.Namespace, *, in_place: bool) -> None:
-    config = _resolved(args)
-    _refuse_sagemaker(config)
-    site = here(tuple(getattr(args, "typed_arguments", ())))
-    plan = make_plan(config, site)
+def _launch(
+    args: argparse.Namespace, launchers: Sequence[Launcher] = launch.LAUNCHERS, *, in_place: bool = False
+) -> None:
+    config = resolve(args, detect(env.items()))
+    conflicts.check_sagemaker(config)
+    plan = launch.make_plan(config, this_host(tuple(getattr(args, "typed_arguments", ()))), launchers)
     if getattr(args, "explain", False):
         from accelerate.commands.explain import explain
 
-        explain(config, plan, choose(config, site).reason, verbose=getattr(args, "verbose", False))
+        explain(config, plan, verbose=getattr(args, "verbose", False))
         return
     for note in (*config.notes, *plan.notes):
         sys.stderr.write(f"accelerate launch: {note}\n")
-    code = run(plan, in_place=in_place)
+    code = launch.run(plan, in_place=in_place)
     if code:
         sys.exit(code)
-
-
-def _refuse_sagemaker(config: RunConfig) -> None:
-    if config.file is not None and config.file.sagemaker is not None:
-        raise _no_sagemaker(str(config.file.path))
-
-
-def _no_sagemaker(place: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{place} describes a job of Amazon SageMaker (compute_environment), which this command does not start. "
-        "Start it with the sagemaker package, or name another file with --config_file."
-    )
 
 
 def main() -> None:
     """Run the program `accelerate-launch`."""
-    from accelerate.commands.accelerate_cli import find, leave, run_command
-
-    leave(lambda: run_command(find("launch"), sys.argv[1:]))
+    run_as_program("launch")
 
 
 if __name__ == "__main__":

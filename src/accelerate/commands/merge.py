@@ -6,26 +6,20 @@ import argparse
 import sys
 from typing import Any
 
+from accelerate.commands import command_parser, run_as_program
 from accelerate.config.cli import spellings
 
 __all__ = ["main", "merge_command", "merge_command_parser"]
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Make the parser of `accelerate merge-weights`.
-
-    Args:
-        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
-    """
-    words: dict[str, Any] = {
-        "description": "Merge the shards of a model that was saved under FSDP with SHARDED_STATE_DICT into one file. "
-        "Only the files are needed: no accelerator, and not the number of processes that saved them."
-    }
-    parser: argparse.ArgumentParser
-    if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate merge-weights", **words)
-    else:
-        parser = subparsers.add_parser("merge-weights", **words)
+    """Make the parser of `accelerate merge-weights`."""
+    parser = command_parser(
+        "merge-weights",
+        subparsers,
+        description="Merge the shards of a model that was saved under FSDP with SHARDED_STATE_DICT into one file. "
+        "Only the files are needed: no accelerator, and not the number of processes that saved them.",
+    )
     parser.add_argument(
         "checkpoint_directory", help="The folder of the shards (pytorch_model_fsdp_0), or the checkpoint that it is in."
     )
@@ -54,9 +48,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the program `accelerate-merge-weights`."""
-    from accelerate.commands.accelerate_cli import find, run_command
-
-    sys.exit(run_command(find("merge-weights"), sys.argv[1:]))
+    run_as_program("merge-weights")
 
 
 if __name__ == "__main__":

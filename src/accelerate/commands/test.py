@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate._base.lazy import attach, by_home
+from accelerate.commands import run_as_program
 from accelerate.config.cli import spellings
 
 # Imported when they are read: this folder and the test helpers stand side by side.
@@ -31,11 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028 - no test: a fixed name
-    """Make the parser of `accelerate test`.
-
-    Args:
-        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
-    """
+    """Make the parser of `accelerate test`."""
     words: dict[str, Any] = {
         "description": "Check process control, collectives, loaders and training on the configured processes.",
         "epilog": "All options of `accelerate launch` are taken too: `accelerate test --cpu --num_processes 2`.",
@@ -70,9 +66,7 @@ def test_command(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run it, as a program of its own."""
-    from accelerate.commands.accelerate_cli import find, run_command
-
-    sys.exit(run_command(find("test"), sys.argv[1:]))
+    run_as_program("test")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
+from accelerate.commands import command_parser
 from accelerate.config.cli import spellings
 from accelerate.config.files import load_text, place_to_write, write_text
 
@@ -141,17 +142,9 @@ def _value(key: str, value: Any) -> Any:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Make the parser of `accelerate to-fsdp2`.
-
-    Args:
-        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
-    """
-    words: dict[str, Any] = {"description": "Rewrite a configuration file for version 2 of FSDP, and say what changes."}
-    parser: argparse.ArgumentParser
-    if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate to-fsdp2", **words)
-    else:
-        parser = subparsers.add_parser("to-fsdp2", **words)
+    """Make the parser of `accelerate to-fsdp2`."""
+    description = "Rewrite a configuration file for version 2 of FSDP, and say what changes."
+    parser = command_parser("to-fsdp2", subparsers, description=description)
     parser.add_argument(*spellings("--config_file"), required=True, help="The file to convert.")
     parser.add_argument("--overwrite", action="store_true", help="Replace the file that is written to.")
     parser.add_argument(

@@ -7,11 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.commands import command_parser, run_as_program
 from accelerate.config.cli import spellings
 from accelerate.config.cluster_config import ClusterConfig, load_config_from_file
 from accelerate.config.files import current_default_file, default_config_file
@@ -24,17 +24,9 @@ _START = "cd /usr/share"
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Make the parser of `accelerate tpu-config`.
-
-    Args:
-        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
-    """
-    words: dict[str, Any] = {"description": "Run commands on all machines of a TPU pod, such as those that set it up."}
-    parser: argparse.ArgumentParser
-    if subparsers is None:
-        parser = argparse.ArgumentParser("accelerate tpu-config", **words)
-    else:
-        parser = subparsers.add_parser("tpu-config", **words)
+    """Make the parser of `accelerate tpu-config`."""
+    description = "Run commands on all machines of a TPU pod, such as those that set it up."
+    parser = command_parser("tpu-config", subparsers, description=description)
     parser.set_defaults(func=tpu_command_launcher)
     pod = parser.add_argument_group("Config Arguments", "Which pod; what is not given comes from the file.")
     pod.add_argument(*spellings("--config_file"), default=None, help="The configuration file to take values from.")
@@ -75,41 +67,36 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 
 def _gcloud(args: argparse.Namespace) -> list[str]:
-    file = _file(args.config_file)
-    name = args.tpu_name or (file.tpu_name if file is not None else None)
-    zone = args.tpu_zone or (file.tpu_zone if file is not None else None)
-    for option, value in (("tpu_name", name), ("tpu_zone", zone)):
-        if not value:
+    file: ClusterConfig | None = None
+    if args.config_file is not None or current_default_file().is_file():
+        loaded = load_config_from_file(args.config_file)
+        file = loaded if isinstance(loaded, ClusterConfig) else None
+    pod = {}
+    for option in ("tpu_name", "tpu_zone"):
+        pod[option] = getattr(args, option) or getattr(file, option, None)
+        if not pod[option]:
             raise ConfigurationError(
                 f"No {option} was given, and no configuration file names one, so the pod cannot be reached. "
                 f"Pass --{option}, or add {option} to the file."
             )
-    commands = [_START, *_installation(args), *_commands(args, file)]
+    commands = [_START]
+    if args.install_accelerate:
+        known = {"latest": "accelerate -U", "dev": _SOURCE}
+        commands.append(f"pip install {known.get(args.accelerate_version, f'accelerate=={args.accelerate_version}')}")
+    commands += _commands(args, file)
     alpha = ["alpha"] if args.use_alpha else []
-    where = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
-    return ["gcloud", *alpha, *where, "--command", "; ".join(commands), "--worker", "all"]
-
-
-def _file(named: str | None) -> ClusterConfig | None:
-    if named is None and not current_default_file().is_file():
-        return None
-    loaded = load_config_from_file(named)
-    return loaded if isinstance(loaded, ClusterConfig) else None
-
-
-def _installation(args: argparse.Namespace) -> list[str]:
-    if not args.install_accelerate:
-        return []
-    known = {"latest": "accelerate -U", "dev": _SOURCE}
-    return [f"pip install {known.get(args.accelerate_version, f'accelerate=={args.accelerate_version}')}"]
+    ssh = ["compute", "tpus", "tpu-vm", "ssh", str(pod["tpu_name"]), "--zone", str(pod["tpu_zone"])]
+    return ["gcloud", *alpha, *ssh, "--command", "; ".join(commands), "--worker", "all"]
 
 
 def _commands(args: argparse.Namespace, file: ClusterConfig | None) -> list[str]:
     """Return what was typed, else the lines of a file of commands, else what the configuration file lists."""
-    typed = [word for given in args.command or () for word in _listed(given)]
-    place = args.command_file or (file.command_file if file is not None and not typed else None)
-    lines = _read(place) if place and not typed else []
-    found = typed or lines or [str(command) for command in (file.commands if file is not None else None) or ()]
+    # A program may give a plain string where the parser makes a list.
+    found = [word for given in args.command or () for word in ([given] if isinstance(given, str) else given)]
+    path = args.command_file or getattr(file, "command_file", None)
+    if not found and path:
+        found = _read_commands(Path(path).expanduser())
+    found = found or [str(command) for command in getattr(file, "commands", None) or ()]
     if not found and not args.install_accelerate:
         raise ConfigurationError(
             "No command was given, so there is nothing to run on the pod. Pass --command or --command_file, or add "
@@ -118,12 +105,7 @@ def _commands(args: argparse.Namespace, file: ClusterConfig | None) -> list[str]
     return found
 
 
-def _listed(given: str | Sequence[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
-
-
-def _read(place: str) -> list[str]:
-    path = Path(place).expanduser()
+def _read_commands(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -135,9 +117,7 @@ def _read(place: str) -> list[str]:
 
 def main() -> None:
     """Run it, as a program of its own."""
-    from accelerate.commands.accelerate_cli import find, run_command
-
-    sys.exit(run_command(find("tpu-config"), sys.argv[1:]))
+    run_as_program("tpu-config")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,28 @@
-"""Refuse options of a launch that contradict each other or the machine, before anything is started."""
+"""Refuse options of a launch that contradict each other, the script or the machine, before anything is started.
+
+`check` holds for every configuration. The other functions belong to single launchers, which know what will be started:
+those named `check_*` raise, the others return the error for a fact that a launcher has met.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.run_config import OptionSource, RunConfig
+from accelerate.config.run_config import RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
-# Under these the machines are found by others, and no address is needed.
-_FINDERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _SHARDING_AXES = ("dp_shard", "sp")
 _OWN_AXES = ("dp_replicate", "cp", "tp", "pp")
 
-Check = Callable[[RunConfig, Mapping[str, str]], None]
+Rule = Callable[[RunConfig, Mapping[str, str]], None]
 
 
 def check(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Run every check.
+    """Run every rule that does not depend on the launcher.
 
     Raises:
         ConfigurationError: One of them fails.
@@ -27,9 +31,11 @@ def check(config: RunConfig, environ: Mapping[str, str]) -> None:
         rule(config, environ)
 
 
-def _said(config: RunConfig, name: str) -> str:
-    """Name a value with its origin."""
+def _with_origin(config: RunConfig, name: str) -> str:
     return f"{name}={config[name]!r} ({config.origin(name)})"
+
+
+# --- every configuration ----------------------------------------------------------------------------------------------
 
 
 def _one_paradigm(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -39,8 +45,8 @@ def _one_paradigm(config: RunConfig, environ: Mapping[str, str]) -> None:
     rivals = ["cpu", *other_hardware] if config["cpu"] and other_hardware else engines
     if len(rivals) > 1:
         raise ConfigurationError(
-            f"{_said(config, rivals[0])} and {_said(config, rivals[1])} exclude each other: a run has one kind of "
-            "training. Leave one of them out."
+            f"{_with_origin(config, rivals[0])} and {_with_origin(config, rivals[1])} exclude each other: a run has one "
+            "kind of training. Leave one of them out."
         )
 
 
@@ -48,54 +54,60 @@ def _counts(config: RunConfig, environ: Mapping[str, str]) -> None:
     for name in ("num_processes", "num_machines"):
         if config[name] is not None and config[name] < 1:
             raise ConfigurationError(
-                f"{_said(config, name)} cannot work: at least one is needed. Write --{name} with a number from 1 on."
+                f"{_with_origin(config, name)} cannot work: at least one is needed. "
+                f"Write --{name} with a number from 1 on."
             )
-    processes, machines = config["num_processes"] or 0, config["num_machines"]
     # Slurm and MPI may share processes out in their own way.
-    if processes % machines and not _found_by_others(config, environ):
+    if not _cluster_names_hosts(config, environ):
+        check_even_share(config)
+    _check_machine_rank(config)
+
+
+def _check_machine_rank(config: RunConfig) -> None:
+    machines = config["num_machines"]
+    if not 0 <= int(config["machine_rank"] or 0) < machines:
         raise ConfigurationError(
-            f"{_said(config, 'num_processes')} is the total over all machines and cannot be shared evenly among "
-            f"{_said(config, 'num_machines')}. Write --num_processes {max(1, processes // machines) * machines}, or "
-            "another multiple."
-        )
-    if config["machine_rank"] >= machines or config["machine_rank"] < 0:
-        raise ConfigurationError(
-            f"{_said(config, 'machine_rank')} is not a place among {_said(config, 'num_machines')}. "
+            f"{_with_origin(config, 'machine_rank')} is not a place among {_with_origin(config, 'num_machines')}. "
             f"Write --machine_rank with a number from 0 to {machines - 1}."
         )
 
 
-def _found_by_others(config: RunConfig, environ: Mapping[str, str]) -> bool:
+def _cluster_names_hosts(config: RunConfig, environ: Mapping[str, str]) -> bool:
+    """Say whether a hostfile, Slurm or MPI names the machines, so that no address is needed."""
     slurm = config.machine.slurm
     hostfile = config["mpirun_hostfile"] or (config["use_deepspeed"] and config["deepspeed_hostfile"])
-    return bool(hostfile) or (slurm is not None and slurm.num_nodes > 1) or any(environ.get(name) for name in _FINDERS)
+    inside_mpi = any(environ.get(name) for name in _MPI_SIZES)
+    return bool(hostfile) or (slurm is not None and slurm.num_nodes > 1) or inside_mpi
 
 
 def _address(config: RunConfig, environ: Mapping[str, str]) -> None:
-    if config["num_machines"] < 2 or config["main_process_ip"] or _found_by_others(config, environ):
+    if config["num_machines"] < 2 or _cluster_names_hosts(config, environ):
         return
-    if config["tpu"] or (config.file is not None and config.file.sagemaker is not None):
-        return
-    raise ConfigurationError(
-        f"{_said(config, 'num_machines')} and no address was given, so the machines cannot find each other. "
-        "Add --main_process_ip with the address of the machine with rank 0."
-    )
+    if not config["tpu"] and not _is_sagemaker(config):
+        _check_address(config)
+
+
+def _check_address(config: RunConfig) -> None:
+    if not config["main_process_ip"]:
+        raise ConfigurationError(
+            f"{_with_origin(config, 'num_machines')} and no address was given, so the machines cannot find each other. "
+            "Add --main_process_ip with the address of the machine with rank 0."
+        )
 
 
 def _port(config: RunConfig, environ: Mapping[str, str]) -> None:
     port = config["main_process_port"]
     if port is not None and not 0 <= port <= 65535:
         raise ConfigurationError(
-            f"{_said(config, 'main_process_port')} is no port. Write a number up to 65535, or 0 for a free one."
+            f"{_with_origin(config, 'main_process_port')} is no port. Write a number up to 65535, or 0 for a free one."
         )
 
 
 def _several_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
     # A file for several accelerators may well be used for one process; a flag that asks for several is meant.
-    typed = config.resolved("multi_gpu").origin.source is OptionSource.FLAG
-    if config["multi_gpu"] and typed and config["num_processes"] < 2:
+    if config["multi_gpu"] and config.is_typed("multi_gpu") and config["num_processes"] < 2:
         raise ConfigurationError(
-            f"{_said(config, 'multi_gpu')} starts several processes, and {_said(config, 'num_processes')}. "
+            f"{_with_origin(config, 'multi_gpu')} starts several processes, and {_with_origin(config, 'num_processes')}. "
             "Write --num_processes 2 or more, or leave --multi_gpu out."
         )
     chosen = config["gpu_ids"]
@@ -105,30 +117,30 @@ def _several_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
     local = config["num_processes"] // config["num_machines"]
     if len(listed) < local:
         raise ConfigurationError(
-            f"{_said(config, 'gpu_ids')} names {len(listed)} accelerator(s) for {local} processes on this machine "
-            f"({_said(config, 'num_processes')}). Name one for each, or write --gpu_ids all."
+            f"{_with_origin(config, 'gpu_ids')} names {len(listed)} accelerator(s) for {local} processes on this machine "
+            f"({_with_origin(config, 'num_processes')}). Name one for each, or write --gpu_ids all."
         )
 
 
 def _hardware(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Refuse accelerators that are asked for and not there."""
     # Whoever forces a device knows more than a look at the machine.
-    if config["cpu"] or config["tpu"] or environ.get("ACCELERATE_TORCH_DEVICE") or _found_by_others(config, environ):
-        return
-    if config.file is not None and config.file.sagemaker is not None:
+    forced = config["cpu"] or config["tpu"] or environ.get("ACCELERATE_TORCH_DEVICE")
+    if forced or _cluster_names_hosts(config, environ) or _is_sagemaker(config):
         return
     asked = next((name for name in _ENGINES if config[name] and config.is_given(name)), None)
     local = config["num_processes"] // config["num_machines"]
     if asked is not None and not config.machine.has_accelerator:
         raise ConfigurationError(
-            f"{_said(config, asked)} with {_said(config, 'num_processes')} needs accelerators, and this machine has "
-            f"{config.machine}. Run it where they are, or add --cpu to run on the CPU."
+            f"{_with_origin(config, asked)} with {_with_origin(config, 'num_processes')} needs accelerators, and this "
+            f"machine has {config.machine}. Run it where they are, or add --cpu to run on the CPU."
         )
     if config.machine.has_accelerator and local > config.machine.device_count and config["gpu_ids"] == "all":
+        most = config.machine.device_count * config["num_machines"]
         raise ConfigurationError(
-            f"{_said(config, 'num_processes')} starts {local} processes here, and this machine has {config.machine}: "
-            f"two processes cannot share one. Write --num_processes {config.machine.device_count * config['num_machines']}"
-            ", or add --cpu to run on the CPU."
+            f"{_with_origin(config, 'num_processes')} starts {local} processes here, and this machine has "
+            f"{config.machine}: two processes cannot share one. Write --num_processes {most}, or add --cpu to run on the "
+            "CPU."
         )
 
 
@@ -140,27 +152,27 @@ def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
         return
     if config["use_fsdp"]:
         raise ConfigurationError(
-            f"{_said(config, 'use_parallelism_config')} needs FSDP 2, and {_said(config, 'fsdp_version')}. "
+            f"{_with_origin(config, 'use_parallelism_config')} needs FSDP 2, and {_with_origin(config, 'fsdp_version')}. "
             "Write --fsdp_version 2."
         )
     used = {axis for axis in (*_SHARDING_AXES, *_OWN_AXES) if config[f"parallelism_config_{axis}_size"] > 1}
-    asked_for = config.resolved("use_parallelism_config").origin.source is OptionSource.FLAG
-    if used & set(_SHARDING_AXES) or (asked_for and not used):
+    if used & set(_SHARDING_AXES) or (config.is_typed("use_parallelism_config") and not used):
         raise ConfigurationError(
-            f"{_said(config, 'use_parallelism_config')} needs an engine that shards. Add --use_fsdp --fsdp_version 2, or "
-            "--use_deepspeed."
+            f"{_with_origin(config, 'use_parallelism_config')} needs an engine that shards. Add --use_fsdp "
+            "--fsdp_version 2, or --use_deepspeed."
         )
 
 
 def _loading(config: RunConfig, environ: Mapping[str, str]) -> None:
     if config["use_fsdp"] and config["fsdp_cpu_ram_efficient_loading"] and not config["fsdp_sync_module_states"]:
         raise ConfigurationError(
-            f"{_said(config, 'fsdp_cpu_ram_efficient_loading')} lets one process read the weights, and "
-            f"{_said(config, 'fsdp_sync_module_states')} keeps them from the others. Set fsdp_sync_module_states to true."
+            f"{_with_origin(config, 'fsdp_cpu_ram_efficient_loading')} lets one process read the weights, and "
+            f"{_with_origin(config, 'fsdp_sync_module_states')} keeps them from the others. Set fsdp_sync_module_states "
+            "to true."
         )
 
 
-_RULES: tuple[Check, ...] = (
+_RULES: tuple[Rule, ...] = (
     _one_paradigm,
     _counts,
     _address,
@@ -170,3 +182,224 @@ _RULES: tuple[Check, ...] = (
     _axes,
     _loading,
 )
+
+
+# --- every launch -----------------------------------------------------------------------------------------------------
+
+
+def check_script(config: RunConfig, find_program: Callable[[str], str | None]) -> None:
+    """Refuse a launch without something to run.
+
+    Raises:
+        ConfigurationError: The file or program does not exist, or two ways to run it were asked for.
+    """
+    script = config["training_script"]
+    if not script:
+        raise ConfigurationError(
+            "No script was given, so there is nothing to run. Write `accelerate launch script.py`, options before it."
+        )
+    if config["module"] and config["no_python"]:
+        raise ConfigurationError(
+            f"--module and --no_python were both given for {script!r}: one runs a Python module, the other a program. "
+            "Leave one of them out."
+        )
+    if config["no_python"] and find_program(script) is None:
+        raise ConfigurationError(
+            f"The program {script!r} is not on the PATH or cannot be executed, and --no_python runs it as it is. "
+            "Write its full path, or leave --no_python out for a Python script."
+        )
+    if not config["no_python"] and not config["module"]:
+        _check_file(Path(script))
+
+
+def _check_file(script: Path) -> None:
+    if script.is_file() or (script / "__main__.py").is_file():
+        return
+    if script.is_dir():
+        raise ConfigurationError(
+            f"The script {str(script)!r} is a folder without a __main__.py. Write the path of a file in it."
+        )
+    import difflib
+
+    beside = [path.name for path in script.parent.glob("*.py")]
+    near = difflib.get_close_matches(script.name, beside, n=1)
+    hint = f"Did you mean {str(script.parent / near[0])!r}?" if near else "Check the path, or use -m to run a module."
+    folder = "" if script.is_absolute() else f" in {str(Path.cwd())!r}"
+    raise ConfigurationError(f"The script {str(script)!r} does not exist{folder}. {hint}")
+
+
+def check_sagemaker(config: RunConfig) -> None:
+    """Refuse a file that describes a job of Amazon SageMaker.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    if config.file is not None and _is_sagemaker(config):
+        raise sagemaker_job(str(config.file.path))
+
+
+def _is_sagemaker(config: RunConfig) -> bool:
+    return config.file is not None and config.file.sagemaker is not None
+
+
+def sagemaker_job(place: str) -> ConfigurationError:
+    """Return the error for a job of Amazon SageMaker."""
+    return ConfigurationError(
+        f"{place} describes a job of Amazon SageMaker (compute_environment), which this command does not start. "
+        "Start it with the sagemaker package, or name another file with --config_file."
+    )
+
+
+def cannot_start(program: str, error: OSError) -> ConfigurationError:
+    """Return the error for a program that the system refuses to start."""
+    return ConfigurationError(
+        f"The program {program!r} cannot be started: {error.strerror}. Install it or put it on the PATH; "
+        "--explain shows the whole command."
+    )
+
+
+# --- processes and machines under torch's agent -----------------------------------------------------------------------
+
+
+def check_even_share(config: RunConfig) -> None:
+    """Refuse a number of processes that the machines cannot share evenly.
+
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    processes, machines = int(config["num_processes"] or 0), int(config["num_machines"] or 1)
+    if processes % machines:
+        raise ConfigurationError(
+            f"{_with_origin(config, 'num_processes')} is the total over all machines and cannot be shared evenly among "
+            f"{_with_origin(config, 'num_machines')}. Write --num_processes {max(1, processes // machines) * machines}, "
+            "or another multiple."
+        )
+
+
+def check_machines(config: RunConfig) -> None:
+    """Refuse several machines that cannot find each other.
+
+    Raises:
+        ConfigurationError: No address or no rank of this machine is known.
+    """
+    _check_address(config)
+    if str(config["rdzv_backend"] or "static") == "static" and not config.is_given("machine_rank"):
+        raise ConfigurationError(
+            f"{_with_origin(config, 'num_machines')} and this machine's place among them was not given. Add "
+            f"--machine_rank, from 0 to {config['num_machines'] - 1}, or --rdzv_backend c10d, which needs none."
+        )
+    _check_machine_rank(config)
+
+
+def check_rendezvous_options(config: RunConfig) -> None:
+    """Refuse options of torch's rendezvous that are not pairs, such as `timeout=60,join_timeout=10`.
+
+    Raises:
+        ConfigurationError: One has no value.
+    """
+    text = str(config["rdzv_conf"] or "")
+    for pair in (entry.strip() for entry in text.split(",")):
+        if pair and "=" not in pair:
+            raise ConfigurationError(
+                f"rdzv_conf={text!r}: {pair!r} has no value. Write pairs, such as --rdzv_conf timeout=60,is_host=true."
+            )
+
+
+def port_in_use(config: RunConfig, port: int) -> ConfigurationError:
+    """Return the error for a port that another program listens on."""
+    return ConfigurationError(
+        f"main_process_port={port} ({config.origin('main_process_port')}): something listens on that port of this "
+        "machine already. Give another --main_process_port (the same on every machine), or end what listens there."
+    )
+
+
+# --- other launchers --------------------------------------------------------------------------------------------------
+
+
+def check_tpu(config: RunConfig) -> None:
+    """Refuse what a TPU machine or pod cannot run.
+
+    Raises:
+        ConfigurationError: The script is not Python, or the machines of a pod are not named.
+    """
+    if config["no_python"]:
+        raise ConfigurationError(
+            f"--no_python was given with a TPU, where {config['training_script']!r} is loaded as a Python module. "
+            "Leave --no_python out."
+        )
+    if config["tpu_cluster"] and not config["vm"] and not config["tpu_name"]:
+        raise ConfigurationError(
+            "tpu_cluster was asked for and neither the pod nor its machines are named. "
+            "Add --vm once for each machine, or tpu_name to the configuration file."
+        )
+
+
+def check_deepspeed_filters(config: RunConfig) -> None:
+    """Refuse two filters of machines for DeepSpeed's launcher.
+
+    Raises:
+        ConfigurationError: Both were given.
+    """
+    if config["deepspeed_inclusion_filter"] and config["deepspeed_exclusion_filter"]:
+        raise ConfigurationError(
+            "deepspeed_inclusion_filter and deepspeed_exclusion_filter were both given, and DeepSpeed takes one of "
+            "them. Leave one out."
+        )
+
+
+def no_mpirun(config: RunConfig) -> ConfigurationError:
+    """Return the error for a hostfile where MPI is not installed."""
+    return ConfigurationError(
+        f"{_with_origin(config, 'mpirun_hostfile')} needs mpirun or mpiexec, and neither is on the PATH. "
+        "Install Open MPI or MPICH, or leave the hostfile out."
+    )
+
+
+def unknown_mpi(version: str) -> ConfigurationError:
+    """Return the error for an mpirun whose options are not known."""
+    return ConfigurationError(
+        f"`mpirun --version` says {version.strip()[:80]!r}, which is neither Open MPI nor MPICH, Intel MPI or MVAPICH, "
+        "so its options are unknown. Put one of these first on the PATH, or start `mpirun ... accelerate launch` by hand."
+    )
+
+
+def missing_hostfile(given: str) -> ConfigurationError:
+    """Return the error for a path at which there is no hostfile."""
+    return ConfigurationError(
+        f"The hostfile {given!r} does not exist. Write a file with one host a line, or name the hosts themselves: "
+        "--mpirun_hostfile first-host,second-host."
+    )
+
+
+def empty_hostfile(config: RunConfig) -> ConfigurationError:
+    """Return the error for a hostfile without a host."""
+    return ConfigurationError(
+        f"The hostfile {config['mpirun_hostfile']!r} names no host, so the processes cannot meet. "
+        "Write one host a line, the first of them this machine."
+    )
+
+
+def tasks_differ(config: RunConfig, tasks: int, nodes: int) -> ConfigurationError:
+    """Return the error for a number of processes that does not fit the tasks of srun."""
+    asked = config["num_processes"]
+    return ConfigurationError(
+        f"{_with_origin(config, 'num_processes')} and srun started {tasks} tasks on {nodes} nodes, so it is unclear who "
+        f"runs what. Start {asked} tasks (`srun --ntasks={asked}`), or one task a node (`srun --ntasks-per-node=1`) and "
+        "let this launcher start the rest."
+    )
+
+
+def uneven_nodes(config: RunConfig, total: int, nodes: int) -> ConfigurationError:
+    """Return the error for processes that the nodes of a Slurm step cannot share evenly."""
+    return ConfigurationError(
+        f"num_processes={total} ({config.origin('num_processes')}) cannot be shared evenly among the {nodes} nodes of "
+        f"this step. Write --num_processes {max(1, total // nodes) * nodes}."
+    )
+
+
+def no_srun(nodes: int) -> ConfigurationError:
+    """Return the error for a Slurm job of several nodes without Slurm's programs."""
+    return ConfigurationError(
+        f"This job holds {nodes} nodes and srun is not on the PATH, so the others cannot be reached from here. "
+        "Load Slurm's programs, or add --num_machines 1 to use this node alone."
+    )

@@ -1,4 +1,4 @@
-"""The questions of `accelerate config`, made from the declarations of the options, and the way through them."""
+"""The questions of `accelerate config`, made from the declarations of the options, and the file that the answers make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate._base.enums import DistributedType
+from accelerate._base.enums import ComputeEnvironment, DistributedType
+from accelerate.config.cluster_config import ClusterConfig
 from accelerate.config.files import kind_of
 from accelerate.config.knob import TEXT, YES_NO, Codec, Condition, LaunchSection
 from accelerate.config.sections.compute import DynamoOptions, Fp8Options, ParallelismOptions
@@ -315,3 +316,52 @@ _CHECKS: dict[str, Check] = {
     "main_process_port": _port,
     **{name: _at_least_one for name in options() if name.endswith(("_size", "_degree", "_micro_batches", "_steps"))},
 }
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+_YES_NO = {"true": True, "false": False}
+
+
+def cluster_config(answers: Mapping[str, Any]) -> ClusterConfig:
+    """Return the file that answers to the questions about this machine or a cluster make."""
+    values = implied(answers)
+    kind = values[ENGINE] or values[KIND]
+    content: dict[str, Any] = {
+        "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
+        "distributed_type": DistributedType(kind),
+        "mixed_precision": values["mixed_precision"],
+        "use_cpu": bool(values["cpu"]),
+        "debug": bool(values["debug"]),
+        # One process, where no number was asked for.
+        "num_processes": values["num_processes"] or 1,
+    }
+    content |= by_section(answers)
+    return ClusterConfig(**content)
+
+
+def by_section(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return answers under the keys of files: in the dictionaries of their sections, or at the top.
+
+    A section that was answered by "no" alone is left out.
+    """
+    content: dict[str, Any] = {}
+    for name, value in answers.items():
+        option = options().get(name)
+        if option is None or option.file_key is None or value is None:
+            continue
+        place = content if option.section.file_key is None else content.setdefault(option.section.file_key, {})
+        if isinstance(value, tuple):
+            value = ",".join(str(entry) for entry in value)
+        place[_file_key(option)] = _YES_NO.get(value, value) if isinstance(value, str) else value
+    if content.get("dynamo_config", {}).get("dynamo_backend") == "no":
+        del content["dynamo_config"]
+    return content
+
+
+def _file_key(option: LaunchOption) -> str:
+    """Return the key, without the prefix where files have always left it out."""
+    key = option.file_key or option.name
+    if option.section is Fp8Options and key != "fp8_format":
+        return key.removeprefix(Fp8Options.prefix)
+    return key

@@ -92,6 +92,14 @@ class RunConfig(Mapping[str, Any]):
         """Say whether somebody chose the value: by a flag, a file or a variable."""
         return self._values[name].origin.source not in (OptionSource.DETECTED, OptionSource.DEFAULT)
 
+    def is_typed(self, name: str) -> bool:
+        """Say whether the value was given on the command line of this run."""
+        return self._values[name].origin.source is OptionSource.FLAG
+
+    def is_default(self, name: str) -> bool:
+        """Say whether nobody chose the value and nothing was found out about it."""
+        return self._values[name].origin.source is OptionSource.DEFAULT
+
     def rows(self) -> Iterator[tuple[str, str, Any, str]]:
         """Yield heading, name, value and origin of every option; secrets are hidden."""
         for name, option in options().items():

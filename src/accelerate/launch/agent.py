@@ -1,95 +1,152 @@
-"""Carry out a plan under torch's elastic agent, in this process."""
+"""Torch's elastic agent in this process, with what its own launcher does not offer.
+
+The underscored names are those of torch 2.9 to 2.13; nothing else in this package uses them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
+import inspect
 import logging
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accelerate._base.constants import PREEMPTED_EXIT_CODE, STOP_FOLDER
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
+from torch.distributed.launcher.api import LaunchConfig
+
+from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate.config import env
-from accelerate.launch.failure import Failure, exit_code_of, first, read_record, report
-from accelerate.launch.kernel import OutOfMemoryKills
-from accelerate.launch.listeners import Listeners
-from accelerate.launch.plan import SECONDS_TO_END, ElasticOptions
-from accelerate.launch.signals import Stop, handled
-
-if TYPE_CHECKING:
-    from accelerate.launch.torch_agent import Agent
+from accelerate.launch.failure import Failure, OutOfMemoryKills, exit_code_of, first_failure, read_record, report
+from accelerate.launch.plan import ElasticOptions
+from accelerate.launch.processes import GracefulWorkers, Shutdown
 
 _LOGGERS = "torch.distributed.elastic"
+_SECONDS_TO_CHECK_OUT = 0.5
+_SECONDS_WITHOUT_PEERS = 5
 
 
-def run_agent(
-    argv: tuple[str, ...], environment: Mapping[str, str], options: ElasticOptions, *, folder: str, quiet: bool
-) -> int:
-    """Start the workers, wait for them, and report the first failure.
+class Agent(LocalElasticAgent):
+    """An agent that others do not wait for after its workers failed, and that can be told not to start them anew.
 
     Args:
-        quiet: Report it in one line.
-        folder: Where the records of failures go if no log folder was asked for.
+        graceful_workers: The workers that save on a signal, None where they are functions.
     """
-    listeners = Listeners(Path(folder) / "stop")
-    variables: dict[str, object] = {
-        **environment,
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",
-        STOP_FOLDER: str(listeners.folder),
-    }
+
+    def __init__(self, *args: Any, graceful_workers: GracefulWorkers | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graceful_workers = graceful_workers
+
+    def give_up_restarts(self) -> None:
+        """Take the next failure of a worker as the end of the run."""
+        self._remaining_restarts = 0
+
+    def check_out(self) -> None:
+        """Tell the agents of other machines, which wait for each other at the end, that this one will not come."""
+        if self._store is not None and self._worker_group.group_world_size > 1:
+            self._exit_barrier_timeout = _SECONDS_TO_CHECK_OUT
+            self._exit_barrier()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Torch 2.9 to 2.13 keeps the store that workers of the first attempt met at: those of the next one would find
+        # the addresses of the first there, and now and then try to reach them.
+        handler = worker_group.spec.rdzv_handler
+        for kept in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, kept):
+                setattr(handler, kept, None)
+        super()._rendezvous(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        if self._graceful_workers is not None:
+            self._graceful_workers.forget_stopped()
+            # To a graceful worker SIGTERM is a request to save, which it cannot do without its peers.
+            if self._pcontext is not None and self._graceful_workers.running():
+                self._pcontext.close(signal.SIGTERM, _SECONDS_WITHOUT_PEERS)
+        super()._stop_workers(worker_group)
+
+
+class _RestartableRendezvous(StaticTCPRendezvous):
+    """Machines that know each other's ranks, and whose workers get a fresh store each time they are started.
+
+    Torch hands the same store to every attempt: there the workers find the addresses of those that were before them.
+    """
+
+    _attempts = 0
+    _fresh: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = super().next_rendezvous()
+        self._attempts += 1
+        if self._attempts == 1:
+            return info
+        key = f"accelerate/port/{self._attempts}"
+        if self.rank == 0:
+            self._fresh = TCPStore(
+                self.master_addr, 0, self.world_size, True, self.timeout, wait_for_workers=False, multi_tenant=True
+            )
+            info.store.set(key, str(self._fresh.port))
+        port = int(info.store.get(key))
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(self.master_addr, port))
+
+
+def run_command(
+    argv: tuple[str, ...], options: ElasticOptions, workers: GracefulWorkers, folder: str, *, quiet: bool
+) -> int:
+    """Start the workers, wait for them, report the first failure, and return the exit code of the run.
+
+    Args:
+        folder: Where the records of failures go if no log folder was asked for.
+        quiet: Report the failure in one line.
+    """
     agents: list[Agent] = []
 
-    def requested() -> None:
+    def give_up_restarts() -> None:
         for agent in agents:
             agent.give_up_restarts()
 
-    stop = Stop(options.seconds_to_end, listeners.processes, requested)
+    def stopped(number: signal.Signals) -> BaseException:
+        return SignalException(f"the launcher got {number.name}", sigval=number)
+
+    shutdown = Shutdown(options.seconds_to_end, workers, give_up_restarts)
     memory = OutOfMemoryKills.now()
-    with env.patch_environment(**variables):
-        # A million lasting objects come with torch; to look through them again and again takes a sixth of the time.
-        gc.disable()
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-        from accelerate.launch import torch_agent
-
-        gc.freeze()
-        gc.enable()
-
-        def stopped(number: signal.Signals) -> BaseException:
-            return SignalException(f"the launcher got {number.name}", sigval=number)
-
-        quieten()
-        failures: list[Failure] = []
-        try:
-            with handled(stop, stopped):
-                config = launch_config(options, folder, stop.seconds_to_end)
-                torch_agent.run(config, argv[0], argv[1:], listeners=listeners, started=agents.append)
-        except ChildFailedError as error:
-            logs = Path(options.log_dir or folder)
-            failures = [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
-        except (SignalException, KeyboardInterrupt):
-            return stop.exit_code or 128 + signal.SIGINT
-    if not failures:
-        # Workers that listen end by themselves: to go on later, or because they were through.
-        return PREEMPTED_EXIT_CODE if listeners.have_stopped else 0
-    if stop.exit_code is not None:
-        return stop.exit_code
-    world_size = options.nproc_per_node * options.num_nodes
+    try:
+        with shutdown.handlers(stopped):
+            run_agent(launch_config(options, folder), argv[0], argv[1:], workers=workers, started=agents.append)
+    except ChildFailedError as error:
+        logs = Path(options.log_dir or folder)
+        failures = [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
+    except (SignalException, KeyboardInterrupt):
+        return shutdown.exit_code or 128 + signal.SIGINT
+    else:
+        # Graceful workers end by themselves: to go on later, or because they were through.
+        return PREEMPTED_EXIT_CODE if workers.have_stopped else 0
+    if shutdown.exit_code is not None:
+        return shutdown.exit_code
     sys.stdout.flush()
-    sys.stderr.write(report(failures, world_size, memory, quiet=quiet))
-    return exit_code_of(first(failures))
+    sys.stderr.write(report(failures, options.nproc_per_node * options.num_nodes, memory, quiet=quiet))
+    return exit_code_of(first_failure(failures))
 
 
-def launch_config(options: ElasticOptions, folder: str, seconds_to_end: float = SECONDS_TO_END, **more: Any) -> Any:
-    """Return the configuration of torch's agent; `more` are fields that a command does not need."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
-
+def launch_config(options: ElasticOptions, folder: str, **more: Any) -> LaunchConfig:
+    """Return the configuration of torch's agent; `more` are fields of it that the options do not have."""
     configs: dict[str, Any] = dict(options.rdzv_configs)
     if "rank" in configs:
         configs["rank"] = int(configs["rank"])
@@ -106,28 +163,96 @@ def launch_config(options: ElasticOptions, folder: str, seconds_to_end: float = 
         "monitor_interval": options.monitor_interval,
         "local_addr": options.local_addr,
         "logs_specs": DefaultLogsSpecs(log_dir=options.log_dir or folder, tee=Std.from_str(options.tee)),
-        # The handlers of this package stay in place of the agent's.
+        # The handlers of this package stay in place of the agent's. This and the timeout came after torch 2.9.
         "signals_to_handle": "",
-        "shutdown_timeout": int(seconds_to_end),
+        "shutdown_timeout": int(options.seconds_to_end),
         **more,
     }
-    # The last two came after torch 2.9.
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    return LaunchConfig(**{name: value for name, value in values.items() if name in known})
+    return LaunchConfig(**_known(values, {field.name for field in dataclasses.fields(LaunchConfig)}))
 
 
-def _failure(rank: int, failure: Any, logs: Path) -> Failure:
-    # The agent names a record only where there is one, and a process that was struck down leaves its stack alone.
-    places = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}"), key=lambda place: place.stat().st_mtime)
-    moment, text = read_record(places[-1] / "error.json") if places else (None, "")
-    # The agent keeps whole seconds of the time at which it saw the end.
-    noticed = min(float(failure.timestamp) + 1.0, time.time())
-    return Failure(rank, failure.local_rank, failure.pid, failure.exitcode, moment or noticed, text)
+def run_agent(
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    arguments: tuple[str, ...] = (),
+    *,
+    workers: GracefulWorkers | None = None,
+    started: Callable[[Agent], None] = lambda agent: None,
+) -> dict[int, Any]:
+    """Start the workers, watch them, and return what they returned by rank.
+
+    Args:
+        started: Is called with the agent before it starts them.
+
+    Raises:
+        ChildFailedError: A worker fails and no restart is left.
+        SignalException: A handler of a signal raised it.
+    """
+    _silence_agent()
+    handler = _rendezvous_handler(config)
+    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    fields = {field.name for field in dataclasses.fields(WorkerSpec)}
+    own = {"local_world_size": config.nproc_per_node, "entrypoint": entrypoint, "args": arguments}
+    spec = WorkerSpec(**{**_known(shared, fields), **own, "rdzv_handler": handler})
+    parameters = inspect.signature(LocalElasticAgent.__init__).parameters
+    agent = Agent(graceful_workers=workers, spec=spec, **_known(shared, parameters))
+    started(agent)
+    closes = True
+    try:
+        initialize_metrics(MetricsConfig(config.metrics_cfg))
+        result = agent.run()
+        if result is None:
+            return {}
+        if result.is_failed():
+            agent.check_out()
+            raise ChildFailedError(str(entrypoint), result.failures)
+        results: dict[int, Any] = result.return_values
+        return results
+    except SignalException:
+        closes = False  # a rendezvous that was closed stays so for all machines
+        agent.check_out()
+        raise
+    finally:
+        if closes:
+            handler.shutdown()
 
 
-def quieten() -> None:
+def _rendezvous_handler(config: LaunchConfig) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    if config.rdzv_backend != "static":
+        return rendezvous_registry.get_rendezvous_handler(parameters)
+    plain: Any = create_rdzv_handler(parameters)
+    seconds = int(plain.timeout.total_seconds())
+    return _RestartableRendezvous(
+        plain.master_addr, plain.master_port, plain.rank, plain.world_size, plain.run_id, seconds
+    )
+
+
+def _known(values: dict[str, Any], names: Any) -> dict[str, Any]:
+    """Leave out what this version of torch does not have."""
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _silence_agent() -> None:
     """Silence the agent's own account of a failure, which the report replaces, unless a level was asked for."""
     if env.get("LOGLEVEL") is None:
         # Each of the agent's loggers has a level of its own.
         for name in [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _failure(rank: int, failure: Any, logs: Path) -> Failure:
+    # The agent names a record only where there is one, and a process that was killed leaves its stack alone.
+    folders = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}"), key=lambda folder: folder.stat().st_mtime)
+    moment, text = read_record(folders[-1] / "error.json") if folders else (None, "")
+    # The agent keeps whole seconds of the time at which it saw the end.
+    noticed = min(float(failure.timestamp) + 1.0, time.time())
+    return Failure(rank, failure.local_rank, failure.pid, failure.exitcode, moment or noticed, text)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.launch.command import worker_environment
+from accelerate.config import conflicts
 from accelerate.launch.elastic import processes_per_machine
-from accelerate.launch.meeting import DEFAULT_PORT
-from accelerate.launch.plan import FILES, LaunchPlan
-from accelerate.launch.site import Site
+from accelerate.launch.host import DEFAULT_PORT, Host
+from accelerate.launch.plan import FILES, Launcher, LaunchPlan, script_words, worker_environment
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
-
-name = "DeepSpeed launcher"
 
 _STANDARD = "standard"
 _WITHOUT_SSH = "nossh"
 _ENVIRONMENT_FILE = "deepspeed_env"
 
 
-def accepts(config: RunConfig, site: Site) -> Choice[bool]:
+def _accepts(config: RunConfig, host: Host) -> Choice[bool]:
     """Accept several machines, unless each of them is started by hand."""
     if not config["use_deepspeed"]:
         return Choice(False, "DeepSpeed was not asked for")
@@ -34,41 +30,33 @@ def accepts(config: RunConfig, site: Site) -> Choice[bool]:
     return Choice(True, f"DeepSpeed on several machines by {starter}")
 
 
-def plan(config: RunConfig, site: Site) -> LaunchPlan:
+def _plan(config: RunConfig, host: Host) -> LaunchPlan:
     """Write the command of DeepSpeed's launcher and the file by which variables reach the other machines."""
-    if config["deepspeed_inclusion_filter"] and config["deepspeed_exclusion_filter"]:
-        raise ConfigurationError(
-            "deepspeed_inclusion_filter and deepspeed_exclusion_filter were both given, and DeepSpeed takes one of "
-            "them. Leave one out."
-        )
+    conflicts.check_deepspeed_filters(config)
     local = processes_per_machine(config)
-    values = worker_environment(config, site, local)
-    # DeepSpeed copies the variables of this file to every machine.
-    content = "".join(f"{variable}={value}\n" for variable, value in values.items())
-    environment = {**values, "DS_ENV_FILE": f"{FILES}/{_ENVIRONMENT_FILE}"}
-    argv = ("deepspeed", "--no_local_rank", *_machines(config, local), *_meeting(config), *_script(config))
-    return LaunchPlan("spawn_command", argv, environment, files={_ENVIRONMENT_FILE: content}, launcher=name)
-
-
-def _machines(config: RunConfig, local: int) -> tuple[str, ...]:
+    values = worker_environment(config, host, local)
     starter = str(config["deepspeed_multinode_launcher"] or "pdsh")
-    words: tuple[str, ...] = ("--hostfile", str(config["deepspeed_hostfile"])) if config["deepspeed_hostfile"] else ()
+    excluded, included = config["deepspeed_exclusion_filter"], config["deepspeed_inclusion_filter"]
+    argv = ["deepspeed", "--no_local_rank"]
+    if config["deepspeed_hostfile"]:
+        argv += ["--hostfile", str(config["deepspeed_hostfile"])]
     if starter == _WITHOUT_SSH:
-        words += ("--no_ssh", "--node_rank", str(config["machine_rank"] or 0))
+        argv += ["--no_ssh", "--node_rank", str(config["machine_rank"] or 0)]
     else:
-        words += ("--launcher", starter)
-    if config["deepspeed_exclusion_filter"]:
-        return (*words, "--exclude", str(config["deepspeed_exclusion_filter"]))
-    if config["deepspeed_inclusion_filter"]:
-        return (*words, "--include", str(config["deepspeed_inclusion_filter"]))
-    return (*words, "--num_nodes", str(config["num_machines"]), "--num_gpus", str(local))
+        argv += ["--launcher", starter]
+    if excluded or included:
+        argv += ["--exclude", str(excluded)] if excluded else ["--include", str(included)]
+    else:
+        argv += ["--num_nodes", str(config["num_machines"]), "--num_gpus", str(local)]
+    if config["main_process_ip"]:
+        argv += ["--master_addr", str(config["main_process_ip"])]
+    argv += ["--master_port", str(config["main_process_port"] or DEFAULT_PORT)]
+    if config["module"] or config["no_python"]:
+        argv.append("--module" if config["module"] else "--no_python")
+    # DeepSpeed copies the variables of this file to every machine.
+    files = {_ENVIRONMENT_FILE: "".join(f"{variable}={value}\n" for variable, value in values.items())}
+    environment = {**values, "DS_ENV_FILE": f"{FILES}/{_ENVIRONMENT_FILE}"}
+    return LaunchPlan("spawn_command", (*argv, *script_words(config)), environment, files=files)
 
 
-def _meeting(config: RunConfig) -> tuple[str, ...]:
-    address = ("--master_addr", str(config["main_process_ip"])) if config["main_process_ip"] else ()
-    return (*address, "--master_port", str(config["main_process_port"] or DEFAULT_PORT))
-
-
-def _script(config: RunConfig) -> tuple[str, ...]:
-    kind = ("--module",) if config["module"] else ("--no_python",) if config["no_python"] else ()
-    return (*kind, str(config["training_script"]), *map(str, config["training_script_args"] or ()))
+DEEPSPEED = Launcher("DeepSpeed launcher", _accepts, _plan)

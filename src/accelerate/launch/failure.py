@@ -1,8 +1,11 @@
-"""Which worker failed first, and the lines that say so at the very end of a run."""
+"""The report of a failed run: the worker that failed first, and how the kernel or the worker itself ended it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -10,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.launch.kernel import OutOfMemoryKills
-
 # Ways to die that a worker does not choose. SIGABRT is not among them: communication libraries abort when a peer is gone.
-_STRUCK_DOWN = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+_KILLING_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 # What the others say when the one that failed is gone.
 _LOST_A_PEER = (
     "connection closed by peer",
@@ -27,6 +28,8 @@ _LOST_A_PEER = (
 )
 # A death without a record is dated when the agent sees it, which may be after the others have felt it.
 _SECONDS_TO_NOTICE = 2.0
+_CGROUPS = Path("/sys/fs/cgroup")
+_LOG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -82,21 +85,21 @@ def read_record(path: Path) -> tuple[float | None, str]:
     return moment, text
 
 
-def first(failures: Sequence[Failure]) -> Failure:
+def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure that the others follow from."""
     causes = [failure for failure in failures if not failure.is_echo] or list(failures)
     earliest = min(failure.time for failure in causes)
-    struck = [
+    killed = [
         failure
         for failure in causes
-        if failure.signal in _STRUCK_DOWN and failure.time <= earliest + _SECONDS_TO_NOTICE
+        if failure.signal in _KILLING_SIGNALS and failure.time <= earliest + _SECONDS_TO_NOTICE
     ]
-    return min(struck or causes, key=lambda failure: (failure.time, failure.rank))
+    return min(killed or causes, key=lambda failure: (failure.time, failure.rank))
 
 
 def report(failures: Sequence[Failure], world_size: int, memory: OutOfMemoryKills, *, quiet: bool = False) -> str:
     """Write the last lines of a run that failed: who, where, how, and the traceback."""
-    root = first(failures)
+    root = first_failure(failures)
     who = f"rank {root.rank} of {world_size} failed on {socket.gethostname()}"
     lines = ["", "-" * 100, f"{who} (local rank {root.local_rank}, process {root.pid}): {_how(root, memory)}"]
     others = sorted(failure.rank for failure in failures if failure is not root)
@@ -130,3 +133,85 @@ def _no_text(failure: Failure) -> str:
     if failure.signal is not None:
         return "It was ended by that signal and could not leave a traceback."
     return "It left no traceback: what it printed above is all there is."
+
+
+# --- kills for lack of memory ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OutOfMemoryKills:
+    """How many kills the kernel had counted at one moment; None where a counter cannot be read."""
+
+    control_group: int | None
+    machine: int | None
+
+    @classmethod
+    def now(cls) -> OutOfMemoryKills:
+        """Read the counters of this process's control group and of the machine."""
+        return cls(_control_group_kills(), _counter(Path("/proc/vmstat"), "oom_kill"))
+
+    def evidence_since(self, pid: int) -> str | None:
+        """Return what shows that the kernel killed for lack of memory since this moment, None if nothing does."""
+        now = OutOfMemoryKills.now()
+        if _grew(self.control_group, now.control_group):
+            return (
+                f"the memory limit of its control group was hit: oom_kill {self.control_group} -> {now.control_group}"
+            )
+        if _grew(self.machine, now.machine):
+            return f"the kernel counted a kill for lack of memory: oom_kill {self.machine} -> {now.machine}"
+        line = _log_line(pid)
+        return f"the kernel's log says: {line}" if line else None
+
+
+def _grew(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
+
+
+def _counter(path: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return None
+
+
+def _control_group_kills() -> int | None:
+    """Look where version 2 keeps the counter, then where version 1 does."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for _, controllers, place in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        inside = place.lstrip("/")
+        if not controllers:
+            # In a container the path is that of the host and the files are at the root.
+            candidates = (_CGROUPS / inside / "memory.events", _CGROUPS / "memory.events")
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            candidates = (root / inside / "memory.oom_control", root / "memory.oom_control")
+        else:
+            continue
+        for candidate in candidates:
+            count = _counter(candidate, "oom_kill")
+            if count is not None:
+                return count
+    return None
+
+
+def _log_line(pid: int) -> str | None:
+    """Return the line of the kernel's log about the killed process, where this user may read the log."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    text = b""
+    try:
+        # One record a read, until there are no more, which is a BlockingIOError.
+        with contextlib.suppress(OSError):
+            while len(text) < _LOG_BYTES:
+                text += os.read(log, 8192)
+    finally:
+        os.close(log)
+    found = re.search(rf"Killed process {pid} .*", text.decode(errors="replace"))
+    return found.group().strip() if found else None

@@ -1,4 +1,4 @@
-"""MPI: start the workers by mpirun, or take the place that mpirun gave this process."""
+"""MPI: start the workers by mpirun, or run the script in a process that mpirun started."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.launch.command import recorded_command, script_command, worker_environment
+from accelerate.config import conflicts
 from accelerate.launch.elastic import processes_per_machine
-from accelerate.launch.meeting import DEFAULT_PORT, MeetingPoint, fixed_port, on_this_machine
-from accelerate.launch.plan import FILES, LaunchPlan
-from accelerate.launch.site import Site
+from accelerate.launch.host import DEFAULT_PORT, Host, Rendezvous, local_rendezvous
+from accelerate.launch.plan import FILES, Launcher, LaunchPlan, recorded_command, script_command, worker_environment
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
 
-name = "MPI"
-
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-_HOSTFILE = f"{FILES}/hostfile"
-# Where workers of this machine leave the record of a failure; set when the run starts.
-FAILURE_FOLDER = "ACCELERATE_FAILURE_FOLDER"
+# Names the folder where workers of this machine leave the record of a failure.
+_FAILURE_FOLDER = "ACCELERATE_FAILURE_FOLDER"
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """How one family of MPI spells what every family can do; `{}` takes the value."""
+class MpiFamily:
+    """How one family of MPI spells what every family can do.
+
+    Args:
+        marks: Words in `mpirun --version` by which the family is known.
+        per_node: Sets the processes of each machine; `{}` takes their number.
+        variable: Hands a variable on; `{name}` and `{value}` take it.
+    """
 
     marks: tuple[str, ...]
     count: str
@@ -38,23 +39,29 @@ class Flavour:
     variable: tuple[str, ...]
 
 
-# Threads of a worker must not share one core, so Open MPI's binding is off.
-_OPEN_MPI = Flavour(
-    ("open mpi", "open-mpi", "openrte"),
-    "-np",
-    "--hostfile",
-    ("--map-by", "ppr:{}:node", "--bind-to", "none"),
-    ("-x", "{name}"),
+_FAMILIES = (
+    MpiFamily(
+        ("open mpi", "open-mpi", "openrte"),
+        "-np",
+        "--hostfile",
+        # Threads of a worker must not share one core, so Open MPI's binding is off.
+        ("--map-by", "ppr:{}:node", "--bind-to", "none"),
+        ("-x", "{name}"),
+    ),
+    MpiFamily(
+        ("intel(r) mpi", "hydra", "mpich", "mvapich"), "-n", "-f", ("-ppn", "{}"), ("-genv", "{name}", "{value}")
+    ),
 )
-_HYDRA = Flavour(
-    ("intel(r) mpi", "hydra", "mpich", "mvapich"), "-n", "-f", ("-ppn", "{}"), ("-genv", "{name}", "{value}")
-)
-_FLAVOURS = (_OPEN_MPI, _HYDRA)
 
 
-def accepts(config: RunConfig, site: Site) -> Choice[bool]:
+def _world_size(host: Host) -> int:
+    """Return how many processes the mpirun around this one started, 1 without one."""
+    return next((size for size in map(host.integer, _SIZES) if size), 1)
+
+
+def _accepts(config: RunConfig, host: Host) -> Choice[bool]:
     """Accept a hostfile for mpirun, and a process that mpirun has started as one of several."""
-    size = _size_around(site)
+    size = _world_size(host)
     asked = int(config["num_processes"] or 1)
     if size > 1 and (asked in {1, size} or not config.is_given("num_processes")):
         return Choice(True, f"mpirun started {size} processes")
@@ -63,83 +70,61 @@ def accepts(config: RunConfig, site: Site) -> Choice[bool]:
     return Choice(False, "no hostfile for mpirun")
 
 
-def plan(config: RunConfig, site: Site) -> LaunchPlan:
-    """Write the command of mpirun, or run the script in place of a process that mpirun started."""
-    size = _size_around(site)
-    if size > 1:
-        local = next((site.integer(variable) or 1 for variable in _LOCAL_SIZES if site.integer(variable)), size)
-        note = f"mpirun started {size} processes; this is one of them, and nothing more is started here."
-        notes = (note,) if 0 in map(site.integer, _RANKS) else ()
-        return LaunchPlan(
-            "exec", script_command(config, site), worker_environment(config, site, local), notes, launcher=name
-        )
-    program = site.find_program("mpirun") or site.find_program("mpiexec")
+def _plan(config: RunConfig, host: Host) -> LaunchPlan:
+    size = _world_size(host)
+    if size == 1:
+        return _plan_mpirun(config, host)
+    local = next((count for count in map(host.integer, _LOCAL_SIZES) if count), size)
+    note = f"mpirun started {size} processes; this is one of them, and nothing more is started here."
+    notes = (note,) if 0 in map(host.integer, _RANKS) else ()
+    return LaunchPlan("exec", script_command(config, host), worker_environment(config, host, local), notes)
+
+
+def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
+    program = host.find_program("mpirun") or host.find_program("mpiexec")
     if program is None:
-        raise ConfigurationError(
-            f"mpirun_hostfile={config['mpirun_hostfile']!r} ({config.origin('mpirun_hostfile')}) needs mpirun or "
-            "mpiexec, and neither is on the PATH. Install Open MPI or MPICH, or leave the hostfile out."
-        )
-    return _mpirun(config, site, program)
-
-
-def _mpirun(config: RunConfig, site: Site, program: str) -> LaunchPlan:
-    processes, local = int(config["num_processes"] or 1), processes_per_machine(config)
-    flavour = _flavour(site.mpi_version(program))
-    path, content, hosts = _hostfile(str(config["mpirun_hostfile"]), local)
+        raise conflicts.no_mpirun(config)
+    local = processes_per_machine(config)
+    version = host.mpi_version(program)
+    family = next((one for one in _FAMILIES if any(mark in version.lower() for mark in one.marks)), None)
+    if family is None:
+        raise conflicts.unknown_mpi(version)
+    path, files, hosts = _hostfile(str(config["mpirun_hostfile"]), local)
     several = int(config["num_machines"] or 1) > 1
-    point = _meeting_point(config, site, hosts) if several else on_this_machine(config, site)
-    values = worker_environment(config, site, local)
-    values |= {"MASTER_ADDR": point.address, "MASTER_PORT": str(fixed_port(point, site))}
-    argv = [program, flavour.count, str(processes), flavour.hostfile, path]
-    argv += [word.replace("{}", str(local)) for word in flavour.per_node]
+    if several:
+        address = config["main_process_ip"] or (hosts[0] if hosts else None)
+        if not address:
+            raise conflicts.empty_hostfile(config)
+        rendezvous = Rendezvous(str(address), int(config["main_process_port"] or DEFAULT_PORT))
+    else:
+        rendezvous = local_rendezvous(config, host)
+    values = worker_environment(config, host, local)
+    values |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.fixed_port(host))}
     if not several:
-        # Where the failure of a worker is left means something on this machine alone.
-        values[FAILURE_FOLDER] = f"{FILES}/failures"
+        # A folder for records means something on this machine alone.
+        values[_FAILURE_FOLDER] = f"{FILES}/failures"
+    argv = [program, family.count, str(config["num_processes"] or 1), family.hostfile, path]
+    argv += [word.replace("{}", str(local)) for word in family.per_node]
     for variable, value in values.items():
-        argv += [word.format(name=variable, value=value) for word in flavour.variable]
-    command = (*argv, *recorded_command(config, site))
-    return LaunchPlan("spawn_command", command, values, point.notes, files=content, launcher=name)
-
-
-def _size_around(site: Site) -> int:
-    return next((size for size in map(site.integer, _SIZES) if size), 1)
-
-
-def _flavour(version: str) -> Flavour:
-    for flavour in _FLAVOURS:
-        if any(mark in version.lower() for mark in flavour.marks):
-            return flavour
-    raise ConfigurationError(
-        f"`mpirun --version` says {version.strip()[:80]!r}, which is neither Open MPI nor MPICH, Intel MPI or MVAPICH, "
-        "so its options are unknown. Put one of these first on the PATH, or start `mpirun ... accelerate launch` by hand."
-    )
+        argv += [word.format(name=variable, value=value) for word in family.variable]
+    command = (*argv, *recorded_command(config, host))
+    return LaunchPlan("spawn_command", command, values, rendezvous.notes, files=files)
 
 
 def _hostfile(given: str, slots: int) -> tuple[str, dict[str, str], list[str]]:
     """Return the path of the hostfile, the content of one that is to be written, and its hosts.
 
     Raises:
-        ConfigurationError: If it is neither a file nor a list of hosts.
+        ConfigurationError: It is neither a file nor a list of hosts.
     """
     path = Path(given).expanduser()
     if path.is_file():
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         return str(path), {}, [line.split()[0].split(":")[0] for line in lines if line]
     if "/" in given or given.endswith((".txt", ".hosts")) or given == "hostfile":
-        raise ConfigurationError(
-            f"The hostfile {given!r} does not exist. Write a file with one host a line, or name the hosts themselves: "
-            "--mpirun_hostfile first-host,second-host."
-        )
+        raise conflicts.missing_hostfile(given)
     hosts = [host.strip() for host in given.split(",") if host.strip()]
-    return _HOSTFILE, {"hostfile": "".join(f"{host} slots={slots}\n" for host in hosts)}, hosts
+    return f"{FILES}/hostfile", {"hostfile": "".join(f"{host} slots={slots}\n" for host in hosts)}, hosts
 
 
-def _meeting_point(config: RunConfig, site: Site, hosts: list[str]) -> MeetingPoint:
-    port = config["main_process_port"]
-    address = config["main_process_ip"] or (hosts[0] if hosts else None)
-    if not address:
-        raise ConfigurationError(
-            f"The hostfile {config['mpirun_hostfile']!r} names no host, so the processes cannot meet. "
-            "Write one host a line, the first of them this machine."
-        )
-    return MeetingPoint(str(address), int(port) if port else DEFAULT_PORT)
+MPI = Launcher("MPI", _accepts, _plan)

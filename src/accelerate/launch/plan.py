@@ -1,10 +1,18 @@
-"""What a launch will do, as a value: the command, its environment, and how it is started."""
+"""The plan of a launch: its command, its environment, and how the processes are started."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from accelerate._base.helpers import Choice
+from accelerate.config.run_config import encode
+from accelerate.launch.host import Host
+
+if TYPE_CHECKING:
+    from accelerate.config.run_config import RunConfig
 
 Mode = Literal["exec", "elastic", "spawn_command"]
 
@@ -13,6 +21,10 @@ SECONDS_TO_END = 30.0
 
 # Stands in a command for the folder into which the files of a plan are written.
 FILES = "@accelerate-files@"
+
+WORKER = Path(__file__).with_name("worker.py")
+# The address of the first process depends on the launcher, the threads on how many processes share this machine.
+_SET_BY_LAUNCHER = frozenset({"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
 
 
 @dataclass(frozen=True)
@@ -42,9 +54,11 @@ class LaunchPlan:
         mode: `exec` puts the command in the place of the launcher, `elastic` starts it on several processes under
             torch's elastic agent, `spawn_command` starts another launcher and waits for it.
         environment: Variables that are set on top of those of this process.
-        quiet: Say in one line that a worker failed, without its traceback.
         files: Names and contents of files that the command needs; `FILES` in the command stands for their folder.
         seconds_to_end: How long a command may take to end when it is told to.
+        launcher: Who made the plan.
+        reason: Why this launcher was chosen.
+        quiet: Report a failed worker in one line, without its traceback.
     """
 
     mode: Mode
@@ -53,12 +67,78 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     elastic: ElasticOptions | None = None
     files: Mapping[str, str] = field(default_factory=dict)
-    launcher: str = ""
-    quiet: bool = False
     seconds_to_end: float = SECONDS_TO_END
+    launcher: str = ""
+    reason: str = ""
+    quiet: bool = False
 
     def in_folder(self, folder: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """Return command and environment with the folder of the files filled in."""
         argv = tuple(word.replace(FILES, folder) for word in self.argv)
         values = {name: text.replace(FILES, folder) for name, text in self.environment.items()}
         return argv, values
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One way to start processes.
+
+    Args:
+        accepts: Says whether this launcher starts such a run, and why.
+        plan: Decides everything without starting anything.
+    """
+
+    name: str
+    accepts: Callable[[RunConfig, Host], Choice[bool]]
+    plan: Callable[[RunConfig, Host], LaunchPlan]
+
+
+def script_command(config: RunConfig, host: Host) -> tuple[str, ...]:
+    """Return the command a user would type without a launcher."""
+    if config["no_python"]:
+        return script_words(config)
+    return (host.python, *(("-m",) if config["module"] else ()), *script_words(config))
+
+
+def recorded_command(config: RunConfig, host: Host) -> tuple[str, ...]:
+    """Return the command of a worker whose failure is recorded for the launcher's report."""
+    if config["no_python"]:
+        return script_words(config)
+    # Unbuffered, so that the lines of several workers appear when they are written.
+    return (host.python, "-u", str(WORKER), script_kind(config), *script_words(config))
+
+
+def script_kind(config: RunConfig) -> str:
+    """Return how `worker.py` is told to run what was named."""
+    return "module" if config["module"] else "script"
+
+
+def script_words(config: RunConfig) -> tuple[str, ...]:
+    """Return the script and its arguments."""
+    return (str(config["training_script"]), *map(str, config["training_script_args"] or ()))
+
+
+def worker_environment(config: RunConfig, host: Host, local_processes: int) -> dict[str, str]:
+    """Return the variables that tell the workers their settings, with the number of threads each may use."""
+    values = {name: value for name, value in encode(config).items() if name not in _SET_BY_LAUNCHER}
+    if local_processes > 1:
+        # It binds threads to the first cores, the same ones in every process.
+        values.pop("KMP_AFFINITY", None)
+        if not config["cpu"]:
+            links = host.link_variables(config.machine)
+            values |= {name: value for name, value in links.items() if name not in host.environment}
+    if config["num_cpu_threads_per_process"]:
+        values["OMP_NUM_THREADS"] = str(config["num_cpu_threads_per_process"])
+    elif local_processes > 1 and "OMP_NUM_THREADS" not in host.environment:
+        # Beside an accelerator the processor mostly waits; on its own it does the work and is shared out. One process
+        # keeps torch's choice, as without a launcher.
+        share = host.physical_cores() // local_processes if config["cpu"] else 1
+        values["OMP_NUM_THREADS"] = str(max(1, share))
+    return values
+
+
+def seconds_to_end(config: RunConfig, host: Host) -> float:
+    """Return how long workers may take to end when the run is asked to stop."""
+    if config.is_given("preemption_grace"):
+        return float(config["preemption_grace"])
+    return float(host.integer("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or config["preemption_grace"])

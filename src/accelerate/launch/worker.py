@@ -1,7 +1,8 @@
 """Run the user's script in a worker as the interpreter would, and leave a record of how it failed.
 
 Started as a file, `worker.py script|module NAME ARGUMENTS...`, with nothing of the library on the way to the script:
-`sys.argv`, `sys.path[0]`, `__main__` and the traceback are those of `python NAME ARGUMENTS...`.
+`sys.argv`, `sys.path[0]`, `__main__` and the traceback are those of `python NAME ARGUMENTS...`. On a TPU machine
+`worker.py xla COUNT FUNCTION script|module NAME ARGUMENTS...` runs a function of the script on every core.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 
 def main(arguments: list[str]) -> None:
     """Run a script or module and record its failure in the file that the agent named."""
+    if arguments[0] == "xla":
+        _spawn_on_cores(*arguments[1:])
+        return
     kind, name, *rest = arguments
-    sys.argv[:] = [name, *rest]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(name).resolve().parent if kind == "script" else Path.cwd())
+    _set_arguments(kind, name, rest)
     record = _record_path()
-    end_with_the_launcher()
+    _end_with_launcher()
     if record is not None:
         # Kept open for the life of the process: the handler writes into it when the process can no longer open one.
         faulthandler.enable(file=record.with_name("fault.txt").open("w"))
@@ -31,15 +33,22 @@ def main(arguments: list[str]) -> None:
     except SystemExit as error:
         if _stops_for_now(error.code):
             sys.exit(0)
-        _record(record, error, _place(error) if error.code not in {None, 0} else None)
+        if error.code not in (None, 0):
+            _write_record(record, error, _exit_call(error))
         raise
     except BaseException as error:  # noqa: BLE001 - it is reported as the interpreter does, then the process ends
         import traceback
 
         error.__traceback__ = _without_own_frames(error.__traceback__)
-        _record(record, error, "".join(traceback.format_exception(error)))
+        _write_record(record, error, "".join(traceback.format_exception(error)))
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _set_arguments(kind: str, name: str, rest: list[str]) -> None:
+    sys.argv[:] = [name, *rest]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(name).resolve().parent if kind == "script" else Path.cwd())
 
 
 def _run_script(path: str) -> None:
@@ -49,13 +58,13 @@ def _run_script(path: str) -> None:
         runpy.run_path(path, run_name="__main__")
         return
     # A module that stays: functions pickled by name and exit handlers look for it in sys.modules until the end.
-    place = str(Path(path).absolute())
+    file = str(Path(path).absolute())
     module = types.ModuleType("__main__")
-    module.__file__ = place
+    module.__file__ = file
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
-    with io.open_code(place) as stream:
-        code = compile(stream.read(), place, "exec", dont_inherit=True)
+    with io.open_code(file) as stream:
+        code = compile(stream.read(), file, "exec", dont_inherit=True)
     exec(code, module.__dict__)  # noqa: S102 - this is what running a script means
 
 
@@ -65,7 +74,27 @@ def _run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def end_with_the_launcher() -> None:
+def _spawn_on_cores(count: str, function: str, kind: str, name: str, *rest: str) -> None:
+    """Import the script as a module, as each core will, and run its training function on every core."""
+    import importlib
+
+    _set_arguments(kind, name, list(rest))
+    module = importlib.import_module(Path(name).stem if kind == "script" else name)
+    if not hasattr(module, function):
+        sys.exit(
+            f"{name} has no function {function!r} to run on the TPU. Define it, or name another one with "
+            "--main_training_function."
+        )
+    target = getattr(module, function)
+
+    def call(index: int, *_: object) -> None:
+        target()
+
+    # The current runtime takes one core or all of them; another number is its own error to explain.
+    importlib.import_module("torch_xla").launch(call, debug_single_process=int(count) == 1)
+
+
+def _end_with_launcher() -> None:
     """Ask the kernel for SIGTERM when the launcher dies without ending its workers; Linux only."""
     if sys.platform != "linux":
         return
@@ -96,7 +125,7 @@ def _record_path() -> Path | None:
 
 
 def _stops_for_now(code: object) -> bool:
-    """Leave word for the launcher that the script ended in order to go on later.
+    """Tell the launcher that the script ended in order to go on later, and return whether it did.
 
     To the agent an exit code other than 0 is a failure, after which it ends the other workers and starts all anew.
     """
@@ -113,27 +142,27 @@ def _stops_for_now(code: object) -> bool:
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the frames of the script; none where a file cannot be opened or a module is not there."""
     import runpy
 
     own = (__file__, runpy.__file__, "<frozen runpy>")
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in own:
         rest = rest.tb_next
-    # A file that cannot be opened or a module that is not there fails in our frames alone; show no frame then.
     return rest
 
 
-def _place(error: BaseException) -> str:
+def _exit_call(error: SystemExit) -> str:
+    """Return the call that ended the script, with its file and line."""
     import traceback
 
     frames = traceback.extract_tb(_without_own_frames(error.__traceback__))
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    code = error.code if isinstance(error, SystemExit) else None
-    return f"sys.exit({code!r}){where}\n"
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"sys.exit({error.code!r}){at}\n"
 
 
-def _record(path: Path | None, error: BaseException, text: str | None) -> None:
-    if path is None or text is None:
+def _write_record(path: Path | None, error: BaseException, text: str) -> None:
+    if path is None:
         return
     import json
     import time

@@ -1,4 +1,4 @@
-from accelerate.commands.config.basic import write_basic_config as write_basic_config
+from accelerate.commands.config.default import write_basic_config as write_basic_config
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.utils.ao import *
 from accelerate.utils.bnb import *

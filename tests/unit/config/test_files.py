@@ -12,7 +12,7 @@ import yaml
 
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate.commands.config.basic import write_basic_config
+from accelerate.commands.config.default import write_basic_config
 from accelerate.config.cluster_config import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.config.files import SAGEMAKER_KEYS, known_keys, load_text, read_config_file, section_keys
 from accelerate.config.sections.registry import SECTIONS, options

@@ -10,9 +10,8 @@ import pytest
 
 from accelerate._base.enums import DistributedType
 from accelerate.commands.config.sagemaker import sagemaker_config, sagemaker_interview
-from accelerate.config.answers import cluster_config
 from accelerate.config.cluster_config import SageMakerConfig, load_config_from_file
-from accelerate.config.questions import Interview, cluster_questions, option_question
+from accelerate.config.questions import Interview, cluster_config, cluster_questions, option_question
 from accelerate.config.resolve import resolve
 from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine, SlurmJob

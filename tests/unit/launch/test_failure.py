@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch import kernel
-from accelerate.launch.failure import Failure, exit_code_of, first, read_record, report
-from accelerate.launch.kernel import OutOfMemoryKills
+from accelerate.launch.failure import (
+    Failure,
+    OutOfMemoryKills,
+    _counter,
+    exit_code_of,
+    first_failure,
+    read_record,
+    report,
+)
 
 NOTHING = OutOfMemoryKills(None, None)
 
@@ -36,8 +42,8 @@ def failure(rank: int, time: float, code: int = 1, text: str = "ValueError: x") 
     ],
 )
 def test_the_failure_that_the_others_follow_from(failures: list[Failure], expected: int) -> None:
-    assert first(failures).rank == expected
-    assert first(failures[::-1]).rank == expected
+    assert first_failure(failures).rank == expected
+    assert first_failure(failures[::-1]).rank == expected
 
 
 def test_the_report_ends_with_the_traceback() -> None:
@@ -76,9 +82,9 @@ def test_the_kernel_counters_of_this_machine() -> None:
 def test_a_counter_file(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 4\noom_kill 7\n")
-    assert kernel._counter(events, "oom_kill") == 7
-    assert kernel._counter(events, "absent") is None
-    assert kernel._counter(tmp_path / "absent", "oom_kill") is None
+    assert _counter(events, "oom_kill") == 7
+    assert _counter(events, "absent") is None
+    assert _counter(tmp_path / "absent", "oom_kill") is None
 
 
 def test_records(tmp_path: Path) -> None:

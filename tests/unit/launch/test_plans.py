@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.launching import PYTHON, make_config, make_site
+from tests.support.launching import PYTHON, make_config, make_host
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.launch import worker
+from accelerate.launch import choose_launcher, make_plan, worker
 from accelerate.launch.plan import FILES, ElasticOptions, LaunchPlan
-from accelerate.launch.registry import choose, make_plan
 
 WORKER = str(Path(worker.__file__))
 
@@ -25,7 +24,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_of(
     *, environment: dict[str, str] | None = None, facts: dict[str, Any] | None = None, **given: Any
 ) -> LaunchPlan:
-    return make_plan(make_config(**given), make_site(environment, **(facts or {})))
+    return make_plan(make_config(**given), make_host(environment, **(facts or {})))
 
 
 def only(plan: LaunchPlan, *names: str) -> dict[str, str | None]:
@@ -196,7 +195,7 @@ def test_machines(given: dict[str, Any], backend: str, endpoint: str, configs: d
     ("given", "message"),
     [
         ({}, "Add --machine_rank, from 0 to 1"),
-        ({"machine_rank": 2}, "machine_rank=2 .* is not a place among 2 machines"),
+        ({"machine_rank": 2}, "machine_rank=2 .* is not a place among num_machines=2"),
         ({"machine_rank": 0, "main_process_ip": None}, "Add --main_process_ip"),
         ({"machine_rank": 0, "num_processes": 7}, "Write --num_processes 6"),
     ],
@@ -330,7 +329,7 @@ def test_slurm_steps_aside() -> None:
     interactive = step(rank=0, tasks=1, nodes=1, per_node="1")
     assert plan_of(environment=interactive, num_processes=4).elastic == ElasticOptions(4, local_addr="127.0.0.1")
     by_hand = {**MACHINES, "machine_rank": 1}
-    assert choose(make_config(**by_hand), make_site(step())).value.name == "torch elastic agent"
+    assert choose_launcher(make_config(**by_hand), make_host(step())).value.name == "torch elastic agent"
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
@@ -382,8 +381,7 @@ def test_deepspeed_under_the_agent() -> None:
 def test_a_tpu_machine() -> None:
     plan = plan_of(tpu=True, num_processes=8, main_training_function="fit", mixed_precision="bf16", arguments=["a"])
     assert plan.mode == "exec"
-    assert plan.argv[:1] + plan.argv[2:] == (PYTHON, "8", "fit", "script", "train.py", "a")
-    assert plan.argv[1].endswith("xla_spawn.py")
+    assert plan.argv == (PYTHON, WORKER, "xla", "8", "fit", "script", "train.py", "a")
     assert plan.environment["XLA_USE_BF16"] == "1"
 
 

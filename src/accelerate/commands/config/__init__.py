@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from accelerate._base.errors import AccelerateError
 from accelerate._base.lazy import attach, by_home
+from accelerate.commands import run_as_program
 
 _HERE = "accelerate.commands.config"
 __getattr__, __dir__ = attach(
@@ -15,12 +14,11 @@ __getattr__, __dir__ = attach(
     by_home(
         {
             f"{_HERE}.cluster": "cluster get_cluster_input",
-            f"{_HERE}.config": "config config_command config_command_parser get_user_input",
+            f"{_HERE}.config": "config config_command config_command_parser get_user_input show_command_parser",
             f"{_HERE}.config_args": "config_args default_config_file load_config_from_file",
             f"{_HERE}.config_utils": "config_utils",
             f"{_HERE}.default": "default default_command_parser",
             f"{_HERE}.sagemaker": "sagemaker get_sagemaker_input",
-            f"{_HERE}.show": "show show_command_parser",
             f"{_HERE}.update": "update update_command_parser",
         }
     ),
@@ -28,14 +26,9 @@ __getattr__, __dir__ = attach(
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """Make the parser of `accelerate config` with its sub-commands.
-
-    Args:
-        subparsers: What `add_subparsers` of another parser returned, to add this one to; None makes one by itself.
-    """
-    from accelerate.commands.config.config import config_command_parser
+    """Make the parser of `accelerate config` with its sub-commands."""
+    from accelerate.commands.config.config import config_command_parser, show_command_parser
     from accelerate.commands.config.default import default_command_parser
-    from accelerate.commands.config.show import show_command_parser
     from accelerate.commands.config.update import update_command_parser
 
     parser = config_command_parser(subparsers)
@@ -47,12 +40,5 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run `accelerate-config`."""
-    args = get_config_parser().parse_args()
-    try:
-        args.func(args)
-    except AccelerateError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    """Run the program `accelerate-config`."""
+    run_as_program("config")

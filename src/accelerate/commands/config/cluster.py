@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from accelerate.commands.config.terminal import hold
+from accelerate.commands.config.config_utils import ask_all
 from accelerate.config import env
-from accelerate.config.answers import cluster_config
 from accelerate.config.cluster_config import ClusterConfig
-from accelerate.config.questions import Interview, cluster_questions
+from accelerate.config.questions import Interview, cluster_config, cluster_questions
 from accelerate.devices.machine import detect
 
 
@@ -22,6 +21,6 @@ def get_cluster_input() -> ClusterConfig:
         UsageError: Input or output is no terminal.
     """
     interview = cluster_interview()
-    while not hold(interview):  # there is nothing before the first question
+    while not ask_all(interview):  # there is nothing before the first question
         continue
     return cluster_config(interview.answers)

@@ -7,11 +7,10 @@ from typing import Any
 
 from accelerate._base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
 from accelerate._base.enums import ComputeEnvironment, SageMakerDistributedType
-from accelerate.commands.config.terminal import hold
+from accelerate.commands.config.config_utils import ask_all
 from accelerate.config import env
-from accelerate.config.answers import by_section
 from accelerate.config.cluster_config import SageMakerConfig
-from accelerate.config.questions import Interview, Question, option_question
+from accelerate.config.questions import Interview, Question, by_section, option_question
 from accelerate.config.sections.registry import options
 from accelerate.devices.machine import detect
 
@@ -92,6 +91,6 @@ def get_sagemaker_input() -> SageMakerConfig:
         UsageError: Input or output is no terminal.
     """
     interview = sagemaker_interview()
-    while not hold(interview):  # there is nothing before the first question
+    while not ask_all(interview):  # there is nothing before the first question
         continue
     return sagemaker_config(interview.answers)

@@ -6,10 +6,20 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.commands.config.config_utils import FILE_HELP, SubcommandHelpFormatter, add_subcommand
 from accelerate.config.cli import spellings
 from accelerate.config.cluster_config import load_config_from_file
 from accelerate.config.files import default_config_file
+
+__all__ = [
+    "SubcommandHelpFormatter",
+    "default_config_file",
+    "description",
+    "load_config_from_file",
+    "update_command_parser",
+    "update_config",
+    "update_config_command",
+]
 
 description = "Bring a file of options to the keys and defaults of this release."
 
@@ -31,15 +41,8 @@ def update_config(args: argparse.Namespace) -> str:
 
 def update_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:
     """Add the parser of `accelerate config update`."""
-    made: argparse.ArgumentParser = parser.add_parser(
-        "update", parents=parents, help=description, formatter_class=SubcommandHelpFormatter
-    )
-    made.add_argument(
-        *spellings("--config_file"),
-        default=None,
-        help="The file; the default one is in the cache folder of Hugging Face.",
-    )
-    made.set_defaults(func=update_config_command)
+    made = add_subcommand(parser, parents, "update", description, update_config_command)
+    made.add_argument(*spellings("--config_file"), default=None, help=FILE_HELP)
     return made
 
 

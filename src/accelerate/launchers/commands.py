@@ -1,48 +1,89 @@
-"""Commands and environments of parsed launch options, for programs that start the processes themselves."""
+"""Parsed launch options as a command and an environment, for programs that start the processes themselves."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
-from accelerate._base.errors import ConfigurationError
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from accelerate._base.enums import DistributedType
+from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.config import env
 from accelerate.config.resolve import resolve
 from accelerate.config.run_config import RunConfig, encode
 from accelerate.devices.machine import detect
-from accelerate.launch import deepspeed, elastic, mpi, simple
-from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.site import here
+from accelerate.launch import DEEPSPEED, ELASTIC, MPI, ONE_PROCESS, choose_launcher
+from accelerate.launch.host import this_host
 
-_PARALLELISM = "PARALLELISM_CONFIG_"
-_FP8 = "ACCELERATE_FP8_"
-_BF16_ON_TPU = {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0"}
+_RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
+# Those whose processes each drive one accelerator, and learn from these variables which.
+_ONE_DEVICE_EACH = frozenset(kind.value for kind in DistributedType if kind.value.startswith("MULTI_"))
+
+
+class PrepareForLaunch:
+    """A function that a process of `torch.multiprocessing` runs, once the process knows its rank.
+
+    Args:
+        launcher: The function.
+        distributed_type: The regime of the run.
+        debug: Meet the other processes at the file of `debug_launcher`.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: DistributedType | str = "NO", debug: bool = False
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(str(distributed_type).upper())
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Call the function as the process with this number.
+
+        Raises:
+            UsageError: If the processes are to meet at a file and none was named.
+        """
+        if self.debug:
+            file, count = env.get(_RENDEZVOUS_FILE), env.integer("WORLD_SIZE", 0)
+            if file is None or count < 1:
+                raise UsageError(
+                    f"PrepareForLaunch(debug=True) was called with {_RENDEZVOUS_FILE}={file!r} and WORLD_SIZE={count}, so the "
+                    "processes cannot meet. Set both, or use debug_launcher, which does."
+                )
+            dist.init_process_group("gloo", store=FileStore(file, count), rank=int(index), world_size=count)
+        elif self.distributed_type.value in _ONE_DEVICE_EACH:
+            env.put("LOCAL_RANK", str(index))
+            env.put("RANK", str(env.integer("NODE_RANK", 0) * env.integer("NPROC", 1) + index))
+        env.put("FORK_LAUNCHED", "1")
+        self.launcher(*args)
 
 
 def _resolved(args: argparse.Namespace) -> RunConfig:
     return resolve(args, detect(env.items()))
 
 
-def _command_and_environment(plan: LaunchPlan) -> tuple[list[str], dict[str, str]]:
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of one process, or of `mpirun` where the options ask for it.
+
+    Raises:
+        ConfigurationError: The command needs files beside it.
+    """
+    config, host = _resolved(args), this_host()
+    launcher = choose_launcher(config, host, (MPI, ONE_PROCESS)).value
+    plan = launcher.plan(config, host)
     if plan.files:
         raise ConfigurationError(
-            f"The {plan.launcher} needs files beside its command, which cannot be returned as a command and an "
+            f"The {launcher.name} launcher needs files beside its command, which cannot be returned as a command and an "
             "environment. Call launch_command with the same options."
         )
     return list(plan.argv), {**env.items(), **plan.environment}
 
 
-def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return command and environment of one process, or of `mpirun` where the options ask for it."""
-    config, site = _resolved(args), here()
-    launcher = mpi if mpi.accepts(config, site).value else simple
-    return _command_and_environment(launcher.plan(config, site))
-
-
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of the processes of this machine, and write torchrun's own options into `args`."""
-    config, site = _resolved(args), here()
-    plan = elastic.plan(config, site)
+    plan = ELASTIC.plan(_resolved(args), this_host())
     options = plan.elastic
     assert options is not None
     args.nproc_per_node, args.nnodes = str(options.nproc_per_node), str(options.num_nodes)
@@ -54,10 +95,10 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """Return the command of DeepSpeed's launcher, None where torch's agent does it, and the environment."""
-    config, site = _resolved(args), here()
-    if not deepspeed.accepts(config, site).value:
+    config, host = _resolved(args), this_host()
+    if not DEEPSPEED.accepts(config, host).value:
         return None, prepare_multi_gpu_env(args)
-    plan = deepspeed.plan(config, site)
+    plan = DEEPSPEED.plan(config, host)
     # The environment is given here, so the file that carries it to other machines stays with the launcher.
     variables = {name: value for name, value in plan.environment.items() if name != "DS_ENV_FILE"}
     return list(plan.argv), {**env.items(), **variables}
@@ -65,12 +106,12 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the sizes of the axes of parallelism to an environment and return it."""
-    return _extended(args, current_env, _PARALLELISM)
+    return _extended(args, current_env, "PARALLELISM_CONFIG_")
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the options of fp8 to an environment and return it."""
-    return _extended(args, current_env, _FP8)
+    return _extended(args, current_env, "ACCELERATE_FP8_")
 
 
 def _extended(args: argparse.Namespace, current_env: dict[str, str], prefix: str) -> dict[str, str]:
@@ -85,7 +126,7 @@ def prepare_tpu(
     """Add the number format of a TPU run to an environment; with `pod`, also name the machines as XLA does."""
     wants_bf16 = getattr(args, "mixed_precision", None) == "bf16"
     name = "XLA_DOWNCAST_BF16" if getattr(args, "downcast_bf16", False) else "XLA_USE_BF16"
-    current_env.update({**_BF16_ON_TPU, **({name: "1"} if wants_bf16 else {})})
+    current_env |= {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0", **({name: "1"} if wants_bf16 else {})}
     if getattr(args, "debug", False):
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     if pod:

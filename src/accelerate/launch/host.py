@@ -1,4 +1,4 @@
-"""What a plan depends on besides the configuration: this machine and the variables around the launcher."""
+"""The machine that a launch starts from: its variables, its programs, and the address at which processes rendezvous."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from accelerate.config import env
+from accelerate.config import conflicts, env
 from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables
+
+if TYPE_CHECKING:
+    from accelerate.config.run_config import RunConfig
+
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Site:
+class Host:
     """The surroundings of a launch. What costs time to find out is a function that is called where it is needed.
 
     Args:
         environment: The variables of the launcher's process.
         arguments: The launcher's own arguments as they were typed, for a plan that starts the launcher elsewhere.
-        find_program: Where a program is, or None.
-        mpi_version: What `mpirun --version` says.
-        address_towards: The address of this machine on its way to another one.
-        interface_of: The network interface that has an address of this machine.
-        link_variables: What processes on several accelerators of this machine need to reach each other.
+        find_program: Returns the path of a program, or None.
+        mpi_version: Returns what `mpirun --version` prints.
+        address_towards: Returns the address of this machine on its way to another one.
+        interface_of: Returns the network interface that has an address of this machine.
+        link_variables: Returns what processes on several accelerators of this machine need to reach each other.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -44,9 +51,9 @@ class Site:
         return int(text) if text.isdecimal() else None
 
 
-def here(arguments: tuple[str, ...] = ()) -> Site:
+def this_host(arguments: tuple[str, ...] = ()) -> Host:
     """Return the surroundings of this process."""
-    return Site(
+    return Host(
         environment=env.items(),
         arguments=arguments,
         python=sys.executable,
@@ -98,3 +105,45 @@ def _address_towards(host: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The address and port of the first process, and notes for the user; a port of None is picked at the start."""
+
+    address: str
+    port: int | None
+    notes: tuple[str, ...] = ()
+
+    def fixed_port(self, host: Host) -> int:
+        """Return the port, a free one where it is to be picked."""
+        return host.free_port() if self.port is None else self.port
+
+
+def local_rendezvous(config: RunConfig, host: Host) -> Rendezvous:
+    """Choose the port for processes that are all on this machine.
+
+    Raises:
+        ConfigurationError: A port was typed and something listens on it.
+    """
+    port = given_port(config)
+    if port is None or not host.port_in_use(port):
+        return Rendezvous(LOOPBACK, port)
+    if config.is_typed("main_process_port"):
+        raise conflicts.port_in_use(config, port)
+    note = f"Port {port} ({config.origin('main_process_port')}) is in use on this machine; a free one takes its place."
+    return Rendezvous(LOOPBACK, None, (note,))
+
+
+def given_port(config: RunConfig) -> int | None:
+    """Return the port that somebody chose, None if nobody did."""
+    port = config["main_process_port"]
+    return int(port) if port and config.is_given("main_process_port") else None
+
+
+def rank_config(backend: str, machine_rank: int, num_machines: int, *, known: bool = True) -> dict[str, str]:
+    """Return what torch's rendezvous is told of this machine's rank; `known` says whether somebody chose it."""
+    if backend == "static":
+        return {"rank": str(machine_rank)}
+    # Without a rank the c10d backend compares host names to find out who holds the store.
+    return {"is_host": str(machine_rank == 0)} if backend == "c10d" and num_machines > 1 and known else {}

@@ -1,0 +1,254 @@
+"""Run processes below the launcher: start a command, hand signals on, report its failure, leave no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from accelerate._base.constants import PREEMPTED_EXIT_CODE, PREEMPTED_FILE, STOP_FOLDER
+from accelerate.config import conflicts, env
+from accelerate.launch.failure import Failure, OutOfMemoryKills, read_record, report
+from accelerate.launch.plan import LaunchPlan
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+# Asks a run to save and end while there is time; it ends no launcher by itself.
+_NOTICE = getattr(signal, "SIGUSR1", None)
+_HANDLED = (*_ENDING, *([_NOTICE] if _NOTICE is not None else []))
+# A worker that waits inside a collective never sees Ctrl-C; after this time it is told in a way it cannot miss.
+_SECONDS_AFTER_INTERRUPT = 5.0
+_SECONDS_AFTER_TERMINATE = 3.0
+
+
+# --- children ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def launch_folder(files: Mapping[str, str]) -> Iterator[str]:
+    """Make a folder with the files of a launch; after the block the folder and every process below this one are gone."""
+    with tempfile.TemporaryDirectory(prefix="accelerate-launch-") as folder:
+        for name, content in files.items():
+            Path(folder, name).write_text(content)
+        _adopt_orphans()
+        try:
+            yield folder
+        finally:
+            _end_children()
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose own parent dies, so that they can be found; Linux only."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def _children(*, direct: bool = False) -> list[psutil.Process]:
+    """Return all processes below this one that still run; with `direct` those alone that it started itself."""
+    alive = []
+    for process in psutil.Process().children(recursive=not direct):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
+
+
+def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _end_children() -> None:
+    """End every process below this one: ask, wait, then kill."""
+    left = _children()
+    if not left:
+        return
+    _send(left, signal.SIGTERM)
+    _, left = psutil.wait_procs(left, timeout=_SECONDS_AFTER_TERMINATE)
+    _send([*left, *_children()], signal.SIGKILL)
+    psutil.wait_procs(left, timeout=_SECONDS_AFTER_TERMINATE)
+
+
+class GracefulWorkers:
+    """The workers that save and end by themselves on a signal, as they have noted it in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder) / "stop"
+        self._folder.mkdir(exist_ok=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that tell workers of the folder."""
+        return {STOP_FOLDER: str(self._folder)}
+
+    def running(self) -> list[psutil.Process]:
+        """Return those that still run."""
+        noted = {entry.name for entry in self._folder.iterdir()}
+        return [process for process in _children() if str(process.pid) in noted] if noted else []
+
+    @property
+    def have_stopped(self) -> bool:
+        """Whether workers of the last attempt have ended in order to go on later."""
+        return (self._folder / PREEMPTED_FILE).exists()
+
+    def forget_stopped(self) -> None:
+        """Begin another attempt."""
+        (self._folder / PREEMPTED_FILE).unlink(missing_ok=True)
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+class Shutdown:
+    """What the launcher does with the signals it gets: the first one ends the run, a second one ends it at once.
+
+    Graceful workers get SIGTERM handed on and the time to save; the run then ends by itself. Without such workers it
+    is ended.
+
+    Args:
+        seconds_to_end: How long workers may take.
+        workers: The graceful workers, None where the command below is not ours.
+        requested: Is called when they are asked to save and end.
+    """
+
+    def __init__(
+        self,
+        seconds_to_end: float,
+        workers: GracefulWorkers | None = None,
+        requested: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.seconds_to_end = seconds_to_end
+        self.signal: signal.Signals | None = None
+        self._workers = workers
+        self._requested = requested
+        self._ended = threading.Event()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code a shell expects of a program that a signal ended."""
+        return None if self.signal is None else 128 + self.signal
+
+    @contextlib.contextmanager
+    def handlers(self, raised: Callable[[signal.Signals], BaseException]) -> Iterator[None]:
+        """Inside the block, turn the first signal into an exception of the main thread.
+
+        Args:
+            raised: Makes the exception from the signal.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            if self._receive(signal.Signals(number)):
+                raise raised(signal.Signals(number))
+
+        # What is ignored stays so: `nohup` asks to live on, and a shell keeps Ctrl-C from what it runs in the background.
+        heard = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handler) for number in heard}
+        try:
+            yield
+        finally:
+            self._ended.set()
+            for number, old in before.items():
+                signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+    def _receive(self, number: signal.Signals) -> bool:
+        """Act on a signal and return whether it ends the run here and now."""
+        graceful = self._workers.running() if self._workers is not None and number in (signal.SIGTERM, _NOTICE) else []
+        if number == _NOTICE:
+            if graceful:
+                self._requested()
+            _send(graceful or _children(direct=True), number)
+            return False
+        if self.signal is not None:
+            _send(_children(), signal.SIGKILL)
+            return False
+        self.signal = number
+        action = f"the workers have {self.seconds_to_end:g} s to save and end" if graceful else "ending the workers"
+        sys.stderr.write(f"accelerate launch: {number.name}, {action}; again ends them at once\n")
+        if graceful:
+            self._requested()
+            _send(graceful, number)
+        threading.Thread(target=self._escalate, daemon=True).start()
+        return not graceful
+
+    def _escalate(self) -> None:
+        """Go from a request to a kill for workers that do not end."""
+        seconds = self.seconds_to_end
+        if self.signal == signal.SIGINT:
+            seconds = _SECONDS_AFTER_INTERRUPT
+            if self._ended.wait(seconds):
+                return
+            _send(_children(), signal.SIGTERM)
+        if not self._ended.wait(seconds):
+            _send(_children(), signal.SIGKILL)
+
+
+class _ShutdownRequested(BaseException):
+    """The launcher got a signal; not an Exception, so that nothing on the way takes it for a failure."""
+
+
+# --- one command ------------------------------------------------------------------------------------------------------
+
+
+def run_command(plan: LaunchPlan, argv: tuple[str, ...], environment: Mapping[str, str], folder: str) -> int:
+    """Start the command of a plan, wait for it, and return the exit code of the run.
+
+    Raises:
+        ConfigurationError: The program cannot be started.
+    """
+    shutdown = Shutdown(plan.seconds_to_end)
+    memory = OutOfMemoryKills.now()
+    with shutdown.handlers(lambda number: _ShutdownRequested()):
+        code = _wait(argv, {**env.items(), **environment}, shutdown)
+    if code == PREEMPTED_EXIT_CODE:
+        return code  # the script was stopped for now, and has said so
+    if shutdown.exit_code is not None:
+        return shutdown.exit_code
+    if code:
+        _report_command(plan, code, Path(folder) / "failures", memory)
+    return code if code >= 0 else 128 - code
+
+
+def _wait(argv: tuple[str, ...], environment: dict[str, str], shutdown: Shutdown) -> int:
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        # A session of its own: Ctrl-C reaches it once, from here, and not a second time from the terminal.
+        process = subprocess.Popen(argv, env=environment, start_new_session=True)
+        return process.wait()
+    except OSError as error:
+        raise conflicts.cannot_start(argv[0], error) from error
+    except _ShutdownRequested:
+        if process is None:
+            return 0
+        process.send_signal(shutdown.signal or signal.SIGTERM)
+        return process.wait()
+
+
+def _report_command(plan: LaunchPlan, code: int, records: Path, memory: OutOfMemoryKills) -> None:
+    """Report the first worker that left a record, else the command that failed."""
+    failures = []
+    for path in records.glob("*/error.json"):
+        moment, text = read_record(path)
+        rank = int(path.parent.name)
+        failures.append(Failure(rank, rank, 0, 1, moment or time.time(), text))
+    if failures:
+        world_size = sum(1 for _ in records.iterdir())
+        sys.stderr.write(report(failures, world_size, memory, quiet=plan.quiet))
+    elif plan.mode == "spawn_command":
+        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        sys.stderr.write(f"\n{plan.launcher}: `{plan.argv[0]}` ended with {how}; its own lines above say why.\n")
