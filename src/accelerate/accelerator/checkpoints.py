@@ -19,7 +19,7 @@ from accelerate.checkpointing.catalog import CHECKPOINTS, CheckpointInfo, number
 from accelerate.checkpointing.manifest import Facts, Manifest
 from accelerate.checkpointing.parts import Part, Prepared, load_options
 from accelerate.checkpointing.run_parts import CustomPart, ProgressPart, RandomPart, WindowPart
-from accelerate.checkpointing.state import Checkpointer, LoadHook, SaveHook
+from accelerate.checkpointing.state import Checkpointer, LoadHook, RunState, SaveHook
 from accelerate.config.plugins.training import DataLoaderConfiguration, ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState, Progress
@@ -92,9 +92,7 @@ class CheckpointMixin:
         facts = Facts(**self._progress.state_dict(), iteration=config.iteration)
         self._checkpointer.save(
             target.resolve(),
-            self.strategy,
-            self._prepared(safe_serialization=safe_serialization),
-            self._own_parts(),
+            self._state(safe_serialization=safe_serialization),
             facts,
             hooks=list(self._save_model_state_pre_hook.values()),
             blocking=blocking,
@@ -133,14 +131,13 @@ class CheckpointMixin:
         self.wait_for_save()
         place = load_model_func_kwargs.pop("map_location", None)
         options = load_options(place, load_kwargs or {}, load_model_func_kwargs, rank=current.runtime().rank)
-        state = (self.strategy, self._prepared(), self._own_parts(), options)
         hooks = list(self._load_model_state_pre_hook.values())
         given = Path(input_dir).expanduser() if input_dir is not None else None
         source: Path
         manifest: Manifest | None
         if given is None or (str(input_dir) == _LATEST and not given.is_dir()):
             folder = self._checkpoints_folder("load_state() without a folder")
-            source, manifest = self._checkpointer.load_newest(folder, *state, hooks=hooks)
+            source, manifest = self._checkpointer.load_newest(folder, self._state(), options, hooks=hooks)
         else:
             if not given.is_dir():
                 raise ConfigurationError(
@@ -148,7 +145,7 @@ class CheckpointMixin:
                     "checkpoint; accelerator.checkpoints() lists those of the project."
                 )
             source = given
-            manifest = self._checkpointer.load(source, *state, hooks=hooks)
+            manifest = self._checkpointer.load(source, self._state(), options, hooks=hooks)
         self._progress.was_restored = True  # also by a checkpoint that says nothing of it
         self._go_on_counting(source, manifest)
 
@@ -197,8 +194,9 @@ class CheckpointMixin:
         self._load_model_state_pre_hook[handle.id] = hook
         return handle
 
-    def _prepared(self, *, safe_serialization: bool = True) -> Prepared:
-        return Prepared(
+    def _state(self, *, safe_serialization: bool = True) -> RunState:
+        runtime = current.runtime()
+        prepared = Prepared(
             models=self._models,
             optimizers=self._optimizers,
             schedulers=self._schedulers,
@@ -206,16 +204,14 @@ class CheckpointMixin:
             safe_serialization=safe_serialization,
             restore_positions=self.dataloader_config.restore_position,
         )
-
-    def _own_parts(self) -> list[Part]:
-        """Return what belongs to the run and to no strategy; random states come last, when nothing draws any more."""
-        runtime = current.runtime()
-        return [
+        # Random states come last, when nothing draws any more.
+        run_parts: list[Part] = [
             *(CustomPart(entry, index) for index, entry in enumerate(self._custom_objects)),
             ProgressPart(self._progress),
             WindowPart(self._window, self.gradient_state, self._models, runtime.rank, self.strategy),
             RandomPart(self, runtime.rank, runtime.backend),
         ]
+        return RunState(self.strategy, prepared, run_parts)
 
     def _checkpoints_folder(self, what: str) -> Path:
         """Return where checkpoints are looked for: the numbered ones, or the folder of the project."""

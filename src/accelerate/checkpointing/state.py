@@ -48,6 +48,21 @@ class DividesState(Protocol):
 
 
 @dataclass(frozen=True)
+class RunState:
+    """What is saved and loaded.
+
+    Args:
+        strategy: Divides the state of the prepared objects into parts.
+        prepared: The prepared objects.
+        run_parts: What belongs to the run and to no strategy, in order.
+    """
+
+    strategy: DividesState
+    prepared: Prepared
+    run_parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
 class Failure:
     """What went wrong on a rank, in words that can be sent to the others."""
 
@@ -137,9 +152,7 @@ class Checkpointer:
     def save(
         self,
         target: Path,
-        strategy: DividesState,
-        prepared: Prepared,
-        run_parts: Sequence[Part],
+        state: RunState,
         facts: Facts,
         *,
         hooks: Sequence[SaveHook] = (),
@@ -149,8 +162,6 @@ class Checkpointer:
         """Save a checkpoint, which appears as a whole or not at all; every rank calls it.
 
         Args:
-            prepared: The objects whose state the strategy divides into parts.
-            run_parts: What belongs to the run and to no strategy.
             facts: Where the run stands.
             hooks: Called with the models, their weights and the folder; weights that one takes out are not written, and
                 what it writes to the folder becomes part of the checkpoint.
@@ -167,8 +178,8 @@ class Checkpointer:
         folder = FolderWriter(stage, group.process_group)
         save = StagedSave(target, folder, group, facts, keep)
         try:
-            parts = _let_hooks_write(strategy.checkpoint_parts(prepared), prepared, hooks, stage)
-            save.snapshot = Snapshot(part for part in (*parts, *run_parts) if part.everywhere or group.leads)
+            parts = [*_let_hooks_write(state, hooks, stage), *state.run_parts]
+            save.snapshot = Snapshot(part for part in parts if part.everywhere or group.leads)
             if not blocking:
                 save.snapshot.copy_to_host()
         except Exception as error:  # noqa: BLE001 - the other ranks hear of it before they write
@@ -191,20 +202,11 @@ class Checkpointer:
         return pending.wait() if pending is not None else None
 
     def load(
-        self,
-        source: Path,
-        strategy: DividesState,
-        prepared: Prepared,
-        run_parts: Sequence[Part],
-        options: LoadOptions,
-        *,
-        hooks: Sequence[LoadHook] = (),
+        self, source: Path, state: RunState, options: LoadOptions, *, hooks: Sequence[LoadHook] = ()
     ) -> Manifest | None:
         """Load a checkpoint, and return its manifest; every rank calls it, and reads all before it changes anything.
 
         Args:
-            prepared: The objects whose state the strategy divides into parts.
-            run_parts: What belongs to the run and to no strategy.
             hooks: Called with the models and the folder; models that one takes out are not loaded.
 
         Raises:
@@ -222,11 +224,12 @@ class Checkpointer:
                 _agree_to_load(source, group, problems, failure)
             if failure is None:
                 try:
-                    models = list(prepared.models)
+                    models = list(state.prepared.models)
                     for hook in hooks:
                         hook(models, str(source))
-                    check_custom_count(source, run_parts)
-                    parts = [*strategy.checkpoint_parts(replace(prepared, models=models)), *run_parts]
+                    check_custom_count(source, state.run_parts)
+                    prepared = replace(state.prepared, models=models)
+                    parts = [*state.strategy.checkpoint_parts(prepared), *state.run_parts]
                     options = replace(options, manifest=manifest)
                     found = [(part, part.read(source, options)) for part in parts]
                 except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
@@ -240,14 +243,7 @@ class Checkpointer:
         return manifest
 
     def load_newest(
-        self,
-        folder: Path,
-        strategy: DividesState,
-        prepared: Prepared,
-        run_parts: Sequence[Part],
-        options: LoadOptions,
-        *,
-        hooks: Sequence[LoadHook] = (),
+        self, folder: Path, state: RunState, options: LoadOptions, *, hooks: Sequence[LoadHook] = ()
     ) -> tuple[Path, Manifest | None]:
         """Load the newest valid checkpoint in a folder, and return it with its manifest; arguments are those of `load`.
 
@@ -267,7 +263,7 @@ class Checkpointer:
             if group.topology.rank == 0:
                 _LOG.info("Loading %s: %s.", chosen.path, reason)
             try:
-                return chosen.path, self.load(chosen.path, strategy, prepared, run_parts, options, hooks=hooks)
+                return chosen.path, self.load(chosen.path, state, options, hooks=hooks)
             except BrokenCheckpoint as error:
                 _LOG.warning("Passing over a checkpoint: %s", error)
                 broken.add(chosen.path)
@@ -291,8 +287,10 @@ def _make_common_stage(target: Path, group: RankGroup) -> Path:
     return stage
 
 
-def _let_hooks_write(parts: list[Part], prepared: Prepared, hooks: Sequence[SaveHook], stage: Path) -> list[Part]:
-    """Let hooks take over the writing of weights, and return the parts that are left."""
+def _let_hooks_write(state: RunState, hooks: Sequence[SaveHook], stage: Path) -> list[Part]:
+    """Let hooks take over the writing of weights, and return the parts of the prepared objects that are left."""
+    prepared = state.prepared
+    parts = state.strategy.checkpoint_parts(prepared)
     if not hooks:
         return parts
     weights: list[Any] = [part.weights() for part in parts if isinstance(part, ModelPart)]
