@@ -13,10 +13,8 @@ from accelerate.tracking.registry import (
     get_available_trackers,
     register_tracker_class,
 )
-from accelerate.tracking.swanlab import SwanLabTracker
 from accelerate.tracking.tensorboard import TensorBoardTracker
-from accelerate.tracking.trackio import TrackioTracker
-from accelerate.tracking.wandb import WandBTracker
+from accelerate.tracking.wandb import SwanLabTracker, TrackioTracker, WandBTracker
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",

@@ -7,8 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from accelerate._base.imports import require
-from accelerate.tracking.base import GeneralTracker, on_main_process
-from accelerate.tracking.values import plain
+from accelerate.tracking.base import GeneralTracker, on_main_process, plain
 
 
 def _package() -> ModuleType:

@@ -1,4 +1,4 @@
-"""What every tracker shares: its interface, and the rule of which process acts."""
+"""What every tracker shares: its interface, the rule of which process acts, the values that packages take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accelerate._base.errors import AccelerateError
+from accelerate._base.helpers import warn_once
 from accelerate.runtime import current
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,3 +107,43 @@ class BlankTracker(GeneralTracker):
         if attribute.startswith("_"):  # pickle, copy and others ask for optional protocols
             raise AttributeError(attribute)
         return lambda *args, **kwargs: None
+
+
+# --- what users log, as tracking packages take it ----------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """Replace tensors and arrays by numbers (one element) or lists, inside dictionaries too."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if not hasattr(value, "tolist"):
+        return value
+    listed = value.tolist()
+    while isinstance(listed, list) and len(listed) == 1:
+        listed = listed[0]
+    return listed
+
+
+def is_number(value: Any) -> bool:
+    """Say whether a plain value can be drawn as a curve."""
+    return isinstance(value, (int, float))
+
+
+def numbers(values: dict[str, Any], tracker: str) -> dict[str, Any]:
+    """Return the entries that are numbers, and warn once of each other one."""
+    found = {}
+    for key, value in plain(values).items():
+        if is_number(value):
+            found[key] = value
+        else:
+            warn_left_out(key, value, tracker, "only numbers")
+    return found
+
+
+def warn_left_out(key: str, value: Any, tracker: str, takes: str) -> None:
+    """Warn once that an entry is not recorded."""
+    warn_once(
+        f"{key!r} is of type {type(value).__name__!r} and the tracker {tracker!r} records {takes}, so it is left out. "
+        "Log it as one of these, or record it with the object that `get_tracker(name, unwrap=True)` returns.",
+        stacklevel=4,
+    )

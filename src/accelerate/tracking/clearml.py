@@ -7,8 +7,7 @@ from typing import Any
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import require
 from accelerate.config import env
-from accelerate.tracking.base import GeneralTracker, on_main_process
-from accelerate.tracking.values import numbers
+from accelerate.tracking.base import GeneralTracker, numbers, on_main_process
 
 _SERIES = ("eval", "test", "train")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate._base.imports import require
-from accelerate.tracking.base import GeneralTracker, on_main_process
-from accelerate.tracking.values import is_number, plain, warn_left_out
+from accelerate.tracking.base import GeneralTracker, is_number, on_main_process, plain, warn_left_out
 
 
 class CometMLTracker(GeneralTracker):

@@ -11,8 +11,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
 from accelerate.config import env
-from accelerate.tracking.base import GeneralTracker, on_main_process
-from accelerate.tracking.values import numbers, plain
+from accelerate.tracking.base import GeneralTracker, numbers, on_main_process, plain
 
 
 def _package() -> ModuleType:

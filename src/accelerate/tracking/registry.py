@@ -20,10 +20,8 @@ from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.comet import CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker
 from accelerate.tracking.mlflow import MLflowTracker
-from accelerate.tracking.swanlab import SwanLabTracker
 from accelerate.tracking.tensorboard import TensorBoardTracker
-from accelerate.tracking.trackio import TrackioTracker
-from accelerate.tracking.wandb import WandBTracker
+from accelerate.tracking.wandb import SwanLabTracker, TrackioTracker, WandBTracker
 
 Chosen = str | LoggerType | GeneralTracker
 
@@ -103,8 +101,9 @@ def filter_trackers(
     Raises:
         ConfigurationError: A name is not known, or its tracker needs a folder and none is given.
     """
-    given = _listed(log_with)
-    if not given:
+    several = isinstance(log_with, (list, tuple, set, frozenset))
+    given: list[Any] = list(log_with) if several else [log_with]  # type: ignore[arg-type]
+    if given in ([], [None]):
         return []
     _load_plugins()
     instances = list(dict.fromkeys(entry for entry in given if isinstance(entry, GeneralTracker)))
@@ -115,12 +114,6 @@ def filter_trackers(
     else:
         usable = [name for name in names if _is_usable(name, logging_dir)]
     return [*instances, *(LoggerType(name) if name in LoggerType else name for name in usable)]
-
-
-def _listed(log_with: Any) -> list[Any]:
-    if log_with is None:
-        return []
-    return list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
 
 
 def _checked_name(entry: Any) -> str:
@@ -139,8 +132,17 @@ def _has_folder(name: str, logging_dir: str | os.PathLike[str] | None) -> bool:
 
 
 def _is_usable(name: str, logging_dir: str | os.PathLike[str] | None) -> bool:
-    if not _is_installed(name):
-        _warn_not_installed(name)
+    """Say whether a tracker's package is there, and warn once on the main process if it is not."""
+    built_in = {str(known): (tracker, is_available) for known, tracker, is_available in _BUILT_IN}
+    tracker, is_available = built_in.get(name, (None, lambda: True))
+    if LOGGER_TYPE_TO_CLASS[name] is tracker and not is_available():
+        started = current.active()
+        if started is None or started.rank == 0:
+            warn_once(
+                f"log_with has {name!r}, whose package is not installed (or not in a version that works), so nothing is "
+                f"recorded with it. Install it with `pip install {name.replace('_', '-')}`, or leave it out of log_with.",
+                stacklevel=4,
+            )
         return False
     if not _has_folder(name, logging_dir):
         raise ConfigurationError(
@@ -148,19 +150,3 @@ def _is_usable(name: str, logging_dir: str | os.PathLike[str] | None) -> bool:
             'Write `Accelerator(log_with=..., project_dir="...")`.'
         )
     return True
-
-
-def _is_installed(name: str) -> bool:
-    built_in = {str(known): (tracker, is_available) for known, tracker, is_available in _BUILT_IN}
-    tracker, is_available = built_in.get(name, (None, lambda: True))
-    return LOGGER_TYPE_TO_CLASS[name] is not tracker or is_available()
-
-
-def _warn_not_installed(name: str) -> None:
-    started = current.active()
-    if started is None or started.rank == 0:
-        warn_once(
-            f"log_with has {name!r}, whose package is not installed (or not in a version that works), so nothing is "
-            f"recorded with it. Install it with `pip install {name.replace('_', '-')}`, or leave it out of log_with.",
-            stacklevel=5,
-        )

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.imports import is_package_available, require
-from accelerate.tracking.base import GeneralTracker, on_main_process
-from accelerate.tracking.values import is_number, plain, warn_left_out
+from accelerate.tracking.base import GeneralTracker, is_number, on_main_process, plain, warn_left_out
 
 _WHY = "The tracker 'tensorboard'"
 

@@ -6,12 +6,14 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tests.support.processes import run_group
 
 from accelerate._base.errors import AccelerateError
 from accelerate.tracking import GeneralTracker, IncompleteTrackerError, on_main_process
-from accelerate.tracking.base import BlankTracker
+from accelerate.tracking.base import BlankTracker, numbers, plain
 
 
 class Recorder(GeneralTracker):
@@ -108,3 +110,31 @@ def _log_on_this_rank() -> tuple[list[Any], list[Any]]:
 def test_only_the_main_process_acts_unless_the_class_says_otherwise() -> None:
     entry = [({"loss": 1.0}, None)]
     assert run_group(_log_on_this_rank, 2) == [(entry, entry), ([], entry)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (torch.tensor(0.25), 0.25),
+        (torch.tensor([0.25], requires_grad=True), 0.25),
+        (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (np.float32(1.5), 1.5),
+        (np.array([[7]]), 7),
+        ({"a": torch.tensor(1), "b": {"c": np.int64(2)}}, {"a": 1, "b": {"c": 2}}),
+        ("text", "text"),
+        ([1, 2], [1, 2]),
+        (None, None),
+    ],
+)
+def test_tensors_and_arrays_become_numbers_or_lists(given: object, expected: object) -> None:
+    found = plain(given)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_what_is_not_a_number_is_left_out_with_one_warning() -> None:
+    values = {"loss": torch.tensor(0.5), "flag": True, "note": "hello"}
+    with pytest.warns(UserWarning, match=r"'note' is of type 'str' and the tracker 'mlflow' records only numbers"):
+        assert numbers(values, "mlflow") == {"loss": 0.5, "flag": True}
+    assert numbers(values, "mlflow") == {"loss": 0.5, "flag": True}  # a second warning would be an error here
