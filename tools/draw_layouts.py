@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from accelerate.offload.estimate import Model, in_layout, per_rank
-from accelerate.offload.inventory import TensorEntry
+from accelerate.offload.estimate import ModelTensors, TensorInfo, in_layout, per_rank
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs" / "assets"
 GIB = 2**30
@@ -35,14 +34,14 @@ STEPS = (
 )
 
 
-def large_model() -> Model:
+def large_model() -> ModelTensors:
     """Return the tensors of the model that the chart is about."""
-    return Model(tuple(_entries()))
+    return ModelTensors(tuple(_entries()))
 
 
-def _entries() -> Iterator[TensorEntry]:
-    def entry(name: str, shape: tuple[int, ...], layer: str) -> TensorEntry:
-        return TensorEntry(name, shape, 32, floating=True, trainable=True, layer=layer)
+def _entries() -> Iterator[TensorInfo]:
+    def entry(name: str, shape: tuple[int, ...], layer: str) -> TensorInfo:
+        return TensorInfo(name, shape, 32, floating=True, trainable=True, layer=layer)
 
     for name in ("embedding", "head"):
         yield entry(f"{name}.weight", (VOCABULARY, WIDTH), name)

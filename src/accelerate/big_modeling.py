@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -13,20 +12,22 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
 from accelerate.hooks.align import AlignDevicesHook, SkipKeys
-from accelerate.hooks.attach import attach_align_device_hook
-from accelerate.hooks.base import add_hook_to_module
-from accelerate.hooks.casting import attach_layerwise_casting_hooks
-from accelerate.hooks.dispatch import first_accelerator, guard_moves, hook_device_map, weights_of_offloaded
-from accelerate.hooks.whole_model import CpuOffload, UserCpuOffloadHook
-from accelerate.offload import bnb, weight_only
-from accelerate.offload.device_map import check_device_map, without_overlap
+from accelerate.hooks.attach import (
+    attach_align_device_hook,
+    first_accelerator,
+    guard_moves,
+    hook_device_map,
+    weights_of_offloaded,
+)
+from accelerate.hooks.base import CpuOffload, UserCpuOffloadHook, add_hook_to_module, attach_layerwise_casting_hooks
+from accelerate.offload import quantised
 from accelerate.offload.empty import init_empty_weights, init_on_device
 from accelerate.offload.loading import load_checkpoint_in_model
-from accelerate.offload.made_map import make_device_map
-from accelerate.offload.places import DISK, META, Place, as_device
+from accelerate.offload.places import DISK, META, Place, as_device, check_device_map, flatten_device_map
+from accelerate.offload.plan import auto_device_map
 from accelerate.offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
-from accelerate.offload.tensors import TiedCache
-from accelerate.offload.ties import find_tied_parameters, on_host, shared_weights
+from accelerate.offload.stored import FilePath
+from accelerate.offload.tensors import TiedCache, copy_to_host, find_tied_parameters, tied_cache
 
 __all__ = [
     "attach_layerwise_casting_hooks",
@@ -41,7 +42,6 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
-FilePath = str | os.PathLike[str]
 
 
 def _running_device(model: nn.Module, execution_device: Place | None) -> Place:
@@ -70,9 +70,9 @@ def cpu_offload(
         offload_memory: What weights may take on the device, in bytes or as text like `"2GB"`; measured if not given.
     """
     device = _running_device(model, execution_device)
-    held = on_host(model.state_dict()) if state_dict is None else state_dict
+    held = copy_to_host(model.state_dict()) if state_dict is None else state_dict
+    tied = tied_cache(held[name] for group in find_tied_parameters(model) for name in group if name in held)
     weights = OffloadedWeightsLoader(held)
-    tied = _tied_cache(model, held)
     _attach_offload(model, device, weights, offload_buffers, preload_module_classes, tied, offload_memory)
     return model
 
@@ -121,12 +121,6 @@ def _attach_offload(
         tied_params_map=tied,
         offload_memory=offload_memory,
     )
-
-
-def _tied_cache(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> TiedCache:
-    tied = find_tied_parameters(model)
-    names = {name for group in tied for name in group}
-    return shared_weights({name: weights[name] for name in names if name in weights})
 
 
 def cpu_offload_with_hook(
@@ -185,7 +179,7 @@ def dispatch_model(
     check_device_map(model, device_map)
     places = {str(place) for place in device_map.values()}
     if len(places) > 1 or DISK in places or force_hooks:
-        parts = without_overlap(model, device_map)
+        parts = flatten_device_map(model, device_map)
         main = first_accelerator(device_map) if main_device is None else main_device
         weights = weights_of_offloaded(model, parts, main, state_dict, offload_dir, offload_index)
         hook_device_map(model, parts, main, weights, offload_buffers, skip_keys, preload_module_classes, offload_memory)
@@ -241,7 +235,7 @@ def load_checkpoint_and_dispatch(
     """
     places = device_map
     if isinstance(places, str):
-        places = make_device_map(
+        places = auto_device_map(
             model, places, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
     load_checkpoint_in_model(
@@ -301,17 +295,17 @@ def load_and_quantize_model(
         ```
     """
     config = bnb_quantization_config
-    empty = bnb.get_parameter_device(model) == META
+    empty = quantised.get_parameter_device(model) == META
     if empty and weights_location is None:
         raise ConfigurationError(
             f"{type(model).__name__} is on the meta device and weights_location={weights_location!r}, so there is "
             "nothing to quantise. Pass the checkpoint as weights_location."
         )
-    if weight_only.is_torchao_config(config):
+    if quantised.is_torchao_config(config):
         return _load_for_torchao(model, config, weights_location, device_map, no_split_module_classes, max_memory)
-    kept = bnb.kept_modules(model, config)
-    bnb.replace_with_bnb_layers(model, config, kept)
-    places = bnb.get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    kept = quantised.kept_modules(model, config)
+    quantised.replace_with_bnb_layers(model, config, kept)
+    places = quantised.get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     if weights_location is not None:
         # What stays in float32 must not pass through a smaller dtype on its way.
         dtype = None if config.keep_in_fp32_modules else config.torch_dtype
@@ -324,7 +318,7 @@ def load_and_quantize_model(
             offload_state_dict=offload_state_dict,
             offload_8bit_bnb=config.load_in_8bit and DISK in places.values(),
         )
-    bnb.cast_the_rest(model, config)
+    quantised.cast_the_rest(model, config)
     return dispatch_model(model, places, offload_dir=offload_folder)
 
 
@@ -336,15 +330,15 @@ def _load_for_torchao(
     no_split: str | Iterable[str] | None,
     max_memory: Mapping[int | str, int | str] | None,
 ) -> M:
-    kept = bnb.get_keys_to_not_convert(model)
+    kept = quantised.get_keys_to_not_convert(model)
     places: Mapping[str, Place]
     if isinstance(device_map, str):
-        places = make_device_map(model, device_map, max_memory, no_split)
+        places = auto_device_map(model, device_map, max_memory, no_split)
     else:
         places = {"": _running_device(model, None)} if device_map is None else device_map
-    weight_only.refuse_offload(places)
+    quantised.refuse_torchao_offload(places)
     if weights_location is not None:
         load_checkpoint_in_model(model, weights_location, device_map=places)
     dispatched = dispatch_model(model, places)
-    weight_only.quantize_weights(dispatched, config, kept)
+    quantised.quantize_weights(dispatched, config, kept)
     return dispatched

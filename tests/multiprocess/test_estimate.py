@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate import ParallelismConfig
 from accelerate.commands.estimate import estimate_command, estimate_command_parser
-from accelerate.offload.estimate import Model, per_rank
-from accelerate.offload.inventory import tensors_of_model
+from accelerate.offload.estimate import ModelTensors, per_rank, tensors_of_model
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 pytestmark = pytest.mark.multiprocess
@@ -55,7 +54,7 @@ def train_one_step() -> tuple[int, int, int]:
 
 
 def test_fsdp_holds_what_the_estimate_says() -> None:
-    expected = per_rank(Model(tuple(tensors_of_model(network()))), "float32", 2)["FSDP"]
+    expected = per_rank(ModelTensors(tuple(tensors_of_model(network()))), "float32", 2)["FSDP"]
     first, second = run_group(train_one_step, 2)
     assert first == (expected.weights, expected.gradients, expected.optimizer)
     assert second < first

@@ -18,7 +18,7 @@ from accelerate.inference import (
     pippy_forward,
     prepare_pippy,
 )
-from accelerate.offload.sizes import compute_module_sizes
+from accelerate.offload.memory import compute_module_sizes
 from accelerate.runtime import current
 
 pytestmark = pytest.mark.multiprocess

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
-from accelerate.offload.offloaded import get_state_dict_offloaded_model
+from accelerate.hooks.offloaded import get_state_dict_offloaded_model
 
 WIDTH = 300  # matrices of 360 kB that are copied where a file does not align them, and one that is mapped
 

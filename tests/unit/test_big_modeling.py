@@ -26,7 +26,7 @@ from accelerate.big_modeling import (
 )
 from accelerate.config.env import patch_environment
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
-from accelerate.offload.offloaded import get_state_dict_offloaded_model
+from accelerate.hooks.offloaded import get_state_dict_offloaded_model
 from accelerate.offload.places import lookup
 
 META = torch.device("meta")

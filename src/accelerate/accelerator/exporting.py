@@ -11,7 +11,7 @@ from accelerate.checkpointing.export import save_weights, weights_of
 from accelerate.checkpointing.torch_files import save
 from accelerate.checkpointing.weight_folder import open_folder
 from accelerate.config.plugins.training import ProjectConfiguration
-from accelerate.offload.offloaded import get_state_dict_offloaded_model, offloaded_weights
+from accelerate.hooks.offloaded import get_state_dict_offloaded_model, offloaded_weights
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
 from accelerate.strategies.base import Strategy

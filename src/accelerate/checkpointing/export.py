@@ -14,9 +14,9 @@ from accelerate._base.errors import CheckpointError, UsageError, WrongTypeError
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFolder, WeightFormat
 from accelerate.offload.loading import COMPILED
-from accelerate.offload.offloaded import offloaded_weights
+from accelerate.hooks.offloaded import offloaded_weights
 from accelerate.offload.safetensors_format import shared_names, warn_of_dropped_names
-from accelerate.offload.sizes import convert_file_size_to_int
+from accelerate.offload.memory import convert_file_size_to_int
 from accelerate.offload.tensors import identity_in_memory
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import convert_bytes
-from accelerate.commands.estimate_plan import add_plan_options, plan_as_json, plan_table
 from accelerate.commands.estimate_source import (
-    Found,
+    FoundModel,
     add_timm_hub_prefix,
     check_has_model,
     create_empty_model,
@@ -24,10 +23,12 @@ from accelerate.config.cli import spellings
 from accelerate.offload.estimate import (
     DTYPE_BITS,
     TRAINABLE_DTYPES,
-    Model,
+    ModelTensors,
+    PlanRow,
     TrainingMemory,
     in_layout,
     per_rank,
+    plan_report,
     training_memory,
 )
 
@@ -52,6 +53,7 @@ _DEFAULT_DTYPES = ("float32", "float16", "int8", "int4")
 # Both 16-bit dtypes take the same memory.
 _LABELS = {"float16": "float16/bfloat16", "bfloat16": "float16/bfloat16"}
 _NONE = "-"
+_AS_STORED = "stored"
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -82,7 +84,20 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--fsdp", type=int, metavar="N", help="Show the memory with weights sharded over N processes.")
     parser.add_argument("--tp", type=int, metavar="N", help="Show the memory with each layer split over N processes.")
-    add_plan_options(parser)
+    parser.add_argument(
+        "--plan",
+        nargs="?",
+        const=_AS_STORED,
+        choices=(_AS_STORED, *DTYPE_BITS),
+        help="Say where each part would go on this machine, with the weights as they are stored or in a dtype.",
+    )
+    parser.add_argument(
+        *spellings("--max_memory"),
+        nargs="+",
+        default=[],
+        metavar="PLACE=SIZE",
+        help="Plan with this memory instead of what is free now: 0=10GB cpu=32GB, integers for accelerators.",
+    )
     parser.add_argument("--json", action="store_true", help="Print one JSON object, with sizes in bytes.")
     parser.add_argument(
         *spellings("--trust_remote_code"),
@@ -158,7 +173,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
     return "\n".join([*top, lines[0], rule("├", "┼", "┤"), *lines[1:], rule("└", "┴", "┘")])
 
 
-def _find(args: argparse.Namespace) -> Found:
+def _find(args: argparse.Namespace) -> FoundModel:
     return find_model(args.model_name, args.library_name, trust_remote_code=args.trust_remote_code)
 
 
@@ -166,7 +181,7 @@ def _trained(dtypes: list[str]) -> list[str]:
     return [dtype for dtype in dtypes if dtype in TRAINABLE_DTYPES]
 
 
-def _as_json(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+def _as_json(args: argparse.Namespace, found: FoundModel) -> dict[str, Any]:
     model = found.model
     result: dict[str, Any] = {
         "model": args.model_name,
@@ -183,7 +198,9 @@ def _as_json(args: argparse.Namespace, found: Found) -> dict[str, Any]:
             for dtype in _trained(args.dtypes)
         }
     if args.plan is not None:
-        result["plan"] = plan_as_json(args, model)
+        limits, rows = _plan(args, model)
+        memory = {str(place): limit for place, limit in limits.items()}
+        result["plan"] = {"memory": memory, "parts": [asdict(row) for row in rows]}
     return result
 
 
@@ -199,7 +216,7 @@ def _num_processes(args: argparse.Namespace) -> int | None:
     return number
 
 
-def _ways(args: argparse.Namespace, model: Model, dtype: str) -> dict[str, TrainingMemory]:
+def _ways(args: argparse.Namespace, model: ModelTensors, dtype: str) -> dict[str, TrainingMemory]:
     """Return the memory of a process by the way the model is shared, the layout asked for last."""
     found = per_rank(model, dtype, args.num_processes) if args.num_processes is not None else {}
     if args.fsdp or args.tp:
@@ -209,7 +226,7 @@ def _ways(args: argparse.Namespace, model: Model, dtype: str) -> dict[str, Train
     return found
 
 
-def _dtype_as_json(model: Model, dtype: str) -> dict[str, Any]:
+def _dtype_as_json(model: ModelTensors, dtype: str) -> dict[str, Any]:
     training = training_memory(model, dtype)
     return {
         "largest_layer": asdict(model.largest_layer(dtype)),
@@ -222,7 +239,7 @@ def _parts(memory: TrainingMemory) -> dict[str, int]:
     return {**asdict(memory), "total": memory.total}
 
 
-def _print(args: argparse.Namespace, found: Found) -> None:
+def _print(args: argparse.Namespace, found: FoundModel) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -236,7 +253,7 @@ def _print(args: argparse.Namespace, found: Found) -> None:
     for dtype in _one_of_a_kind(_trained(args.dtypes)) if number is not None else []:
         console.print(_ranks(dtype, number or 1, _ways(args, model, dtype)))
     if args.plan is not None:
-        console.print(plan_table(args, model))
+        console.print(_plan_table(args, model))
     largest = model.largest_layer("float32").name
     outro = f"The largest layer is {largest!r}. Activations and the framework's own memory come on top."
     console.print(Text(outro), soft_wrap=True)
@@ -249,7 +266,7 @@ def _one_of_a_kind(dtypes: list[str]) -> list[str]:
     return list({_LABELS.get(dtype, dtype): dtype for dtype in dtypes}.values())
 
 
-def _sizes(args: argparse.Namespace, model: Model) -> Table:
+def _sizes(args: argparse.Namespace, model: ModelTensors) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -280,6 +297,39 @@ def _ranks(dtype: str, num_processes: int, ways: dict[str, TrainingMemory]) -> T
     for way, memory in ways.items():
         table.add_row(way, *(convert_bytes(size) for size in _parts(memory).values()))
     return table
+
+
+def _plan_table(args: argparse.Namespace, model: ModelTensors) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    limits, rows = _plan(args, model)
+    room = ", ".join(f"{place}: {convert_bytes(limit)}" for place, limit in limits.items())
+    form = "as stored" if args.plan == _AS_STORED else f"in {args.plan}"
+    table = Table(title=Text(f"Places of the weights {form}, with room on {room}"), title_justify="left")
+    table.add_column("module")
+    table.add_column("size", justify="right")
+    table.add_column("place")
+    table.add_column("why")
+    for row in rows:
+        table.add_row(Text(row.modules), convert_bytes(row.bytes), str(row.place), Text(row.reason))
+    return table
+
+
+def _plan(args: argparse.Namespace, model: ModelTensors) -> tuple[dict[int | str, int], list[PlanRow]]:
+    """Return the memory of each place, and where the modules would go."""
+    from accelerate.offload.memory import get_max_memory
+
+    given: dict[int | str, int | str] = {}
+    for pair in args.max_memory:
+        place, equals, size = pair.partition("=")
+        if not (place and equals and size):
+            raise ConfigurationError(
+                f"--max_memory {pair!r} is not a place with its memory. Write it like 0=10GB or cpu=32GB."
+            )
+        given[int(place) if place.isdecimal() else place] = int(size) if size.isdecimal() else size
+    limits = get_max_memory(given or None)
+    return limits, plan_report(model, limits, None if args.plan == _AS_STORED else args.plan)
 
 
 def main() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import AccelerateError, ConfigurationError, MissingPackageError
 from accelerate._base.imports import is_timm_available, is_transformers_available, require
-from accelerate.offload.estimate import Model
-from accelerate.offload.inventory import is_weights, read_json, read_tensors, tensors_of_model, weight_files
+from accelerate.offload.estimate import ModelTensors, read_tensors, tensors_of_model
+from accelerate.offload.weight_files import find_weight_files, is_weight_file, read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,14 +23,14 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """A model and a sentence that says where its tensors come from."""
 
-    model: Model
+    model: ModelTensors
     source: str
 
 
-def find_model(name: str, library: str | None = None, *, trust_remote_code: bool = False) -> Found:
+def find_model(name: str, library: str | None = None, *, trust_remote_code: bool = False) -> FoundModel:
     """Return the tensors of a model, without reading its weights.
 
     Args:
@@ -46,35 +44,30 @@ def find_model(name: str, library: str | None = None, *, trust_remote_code: bool
     path = Path(name).expanduser()
     if path.exists():
         return _local(path, library, trust_remote_code=trust_remote_code)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or is_weights(path):
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or is_weight_file(path):
         raise ConfigurationError(f"There is nothing at {name!r}. {_REMEDY}.")
     if library is None and _is_timm_architecture(name):
         library = "timm"
     return _by_name(name, library, trust_remote_code=trust_remote_code)
 
 
-def _local(path: Path, library: str | None, *, trust_remote_code: bool) -> Found:
+def _local(path: Path, library: str | None, *, trust_remote_code: bool) -> FoundModel:
     config = path / CONFIG_NAME if path.is_dir() else path
-    built_from_config = path.is_file() and path.suffix == ".json" and not is_weights(path)
-    files = [] if library or built_from_config else _weights_at(path)
+    built_from_config = path.is_file() and path.suffix == ".json" and not is_weight_file(path)
+    if path.is_file() and not (library or built_from_config or is_weight_file(path)):
+        raise ConfigurationError(f"{str(path)!r} is not a file of weights, by its ending {path.suffix!r}. {_REMEDY}.")
+    files = [] if library or built_from_config else find_weight_files(path)
     if files:
+        counted = files[0].name if len(files) == 1 else f"{len(files)} files"
         kind = "headers" if files[0].suffix == ".safetensors" else "structure"
-        return Found(Model(tuple(read_tensors(files))), f"the {kind} of {_counted(files)}")
+        return FoundModel(ModelTensors(tuple(read_tensors(files))), f"the {kind} of {counted}")
     if not config.is_file():
         raise ConfigurationError(f"The folder {str(path)!r} has neither weights nor a {CONFIG_NAME}. {_REMEDY}.")
     library = library or _library_of(config)
     model = create_empty_model(str(path), library, trust_remote_code)
-    return Found(Model(tuple(tensors_of_model(model))), f"the configuration, built by {library} without weights")
-
-
-def _counted(files: list[Path]) -> str:
-    return files[0].name if len(files) == 1 else f"{len(files)} files"
-
-
-def _weights_at(path: Path) -> list[Path]:
-    if path.is_file() and not is_weights(path):
-        raise ConfigurationError(f"{str(path)!r} is not a file of weights, by its ending {path.suffix!r}. {_REMEDY}.")
-    return weight_files(path)
+    return FoundModel(
+        ModelTensors(tuple(tensors_of_model(model))), f"the configuration, built by {library} without weights"
+    )
 
 
 def _library_of(config: Path) -> str:
@@ -97,15 +90,17 @@ def _is_timm_architecture(name: str) -> bool:
         return False
 
 
-def _by_name(name: str, library: str | None, *, trust_remote_code: bool) -> Found:
+def _by_name(name: str, library: str | None, *, trust_remote_code: bool) -> FoundModel:
     if library == "timm" and "/" not in name:
         model = create_empty_model(name, "timm")
-        return Found(Model(tuple(tensors_of_model(model))), "the architecture, built by timm without weights")
+        return FoundModel(
+            ModelTensors(tuple(tensors_of_model(model))), "the architecture, built by timm without weights"
+        )
     folder = _cached(name, library)
     if folder is None:
         folder = _downloaded(name)
     found = _local(folder, library, trust_remote_code=trust_remote_code)
-    return Found(found.model, f"{found.source}, from the Hub")
+    return FoundModel(found.model, f"{found.source}, from the Hub")
 
 
 def _cached(name: str, library: str | None) -> Path | None:
@@ -117,7 +112,7 @@ def _cached(name: str, library: str | None) -> Path | None:
     except (OSError, ValueError):  # not in the cache; a name that cannot be one is told by the download
         return None
     try:
-        usable = (folder / CONFIG_NAME).is_file() or bool(library is None and weight_files(folder))
+        usable = (folder / CONFIG_NAME).is_file() or bool(library is None and find_weight_files(folder))
     except ConfigurationError:  # some shards only
         usable = False
     return folder if usable else None
@@ -186,8 +181,26 @@ def create_empty_model(
             f"There is no way to build a model by {library_name!r}. Write --library_name transformers or timm, "
             "or pass a folder with weights."
         )
-    with _told(model_name, library_name):
+    try:
         return builders[library_name]()
+    except AccelerateError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        hint = "Pass a folder with its weights, or update the library."
+        if "trust_remote_code" in str(error):
+            hint = "Pass --trust_remote_code if you have read the code that comes with it."
+        raise ConfigurationError(
+            f"{library_name} cannot build {model_name!r} ({_first_line(error)}). {hint}"
+        ) from error
 
 
 def _transformers_model(model_name: str, trust_remote_code: bool, token: str | None) -> nn.Module:
@@ -239,31 +252,6 @@ def _timm() -> Any:
             "Install a torchvision that fits this torch.",
             name="timm",
         ) from error
-
-
-@contextmanager
-def _told(model_name: str, library_name: str) -> Iterator[None]:
-    """Turn what a library raises for a configuration that it cannot build into one line."""
-    try:
-        yield
-    except AccelerateError:
-        raise
-    except (ArithmeticError, AttributeError, ImportError, LookupError, OSError, TypeError, ValueError) as error:
-        _cannot_build(model_name, library_name, error)
-    except RuntimeError as error:
-        _cannot_build(model_name, library_name, error)
-
-
-def _cannot_build(model_name: str, library_name: str, error: Exception) -> NoReturn:
-    raise ConfigurationError(
-        f"{library_name} cannot build {os.fspath(model_name)!r} ({_first_line(error)}). {_hint(error)}"
-    ) from error
-
-
-def _hint(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
-        return "Pass --trust_remote_code if you have read the code that comes with it."
-    return "Pass a folder with its weights, or update the library."
 
 
 def check_has_model(error: Exception) -> str:

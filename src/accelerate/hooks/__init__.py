@@ -9,14 +9,15 @@ from accelerate.hooks.attach import (
     attach_execution_device_hook,
 )
 from accelerate.hooks.base import (
+    CpuOffload,
+    LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
+    UserCpuOffloadHook,
     add_hook_to_module,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.hooks.casting import LayerwiseCastingHook
-from accelerate.hooks.whole_model import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
     "AlignDevicesHook",

@@ -1,10 +1,10 @@
-"""The hook that brings inputs and offloaded weights to the device of a module."""
+"""The hook that brings inputs and offloaded weights to the device of a module while it runs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,118 @@ from torch import nn
 
 from accelerate.collectives.nested import find_device, send_to_device
 from accelerate.hooks.base import Arguments, ModelHook
-from accelerate.hooks.visits import Visit
 from accelerate.offload.places import HOST, META, Place, as_device
-from accelerate.offload.quantised import scales_name
+from accelerate.offload.read_ahead import ModuleWeights, ReadAhead
+from accelerate.offload.store import scales_name
 from accelerate.offload.tensors import (
     TiedCache,
     address_of,
+    as_parameter,
     get_non_persistent_buffers,
+    is_rebuilt,
     named_module_tensors,
+    owner_of,
     set_module_tensor_to_device,
+    table_of,
 )
 from accelerate.runtime.eager import eager_only
 
 SkipKeys = str | list[str] | None
+
+
+class WeightOnloader:
+    """Put the weights of a module into it when the first of its callers enters, and take them out after the last.
+
+    Several threads may run the module at a time: they use the same tensors, and none takes them away from another.
+
+    Args:
+        weights: What `engine` knows of the module.
+        names: The tensors that are offloaded, as seen from the module.
+    """
+
+    def __init__(
+        self, engine: ReadAhead, weights: ModuleWeights, module: nn.Module, names: list[str], device: torch.device
+    ) -> None:
+        self.engine, self.weights, self.device = engine, weights, device
+        self._names = names
+        self._slots = [owner_of(module, name) for name in names]
+        self._empty: list[torch.Tensor] = []
+        self._users = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def create(
+        cls,
+        engine: ReadAhead,
+        module: nn.Module,
+        prefix: str,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> WeightOnloader | None:
+        """Return the onloader of a module, or None where its weights have to be fetched one by one.
+
+        Args:
+            prefix: What the names of the module's tensors begin with in the store.
+            tensors: The offloaded tensors of the module.
+        """
+        store = engine.store
+        for name, tensor in tensors.items():
+            stored = f"{prefix}{name}"
+            # Quantised weights are made by their own classes, from several tensors.
+            quantised = is_rebuilt(tensor) or (tensor.dtype == torch.int8 and scales_name(stored) in store)
+            if quantised or stored not in store:
+                return None
+        if not tensors:
+            return None
+        weights = engine.register([(f"{prefix}{name}", tensor.dtype) for name, tensor in tensors.items()], device)
+        return cls(engine, weights, module, list(tensors), device)
+
+    def onload(self) -> None:
+        """Put the weights in."""
+        tensors = self.engine.acquire(self.weights)
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._empty = [table_of(owner, key)[key] for owner, key in self._slots]
+            with torch.no_grad():
+                for (owner, key), tensor, empty in zip(self._slots, tensors, self._empty, strict=True):
+                    if tensor.dtype != empty.dtype:  # the dtype of the model was changed since it was dispatched
+                        tensor = tensor.to(empty.dtype)
+                    table = table_of(owner, key)
+                    table[key] = as_parameter(empty, tensor, self.device) if table is owner._parameters else tensor
+
+    def offload(self) -> None:
+        """Take the weights out."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for (owner, key), empty in zip(self._slots, self._empty, strict=True):
+                    table = table_of(owner, key)
+                    if empty.device != META:
+                        bare = empty.detach().to(META)
+                        table[key] = as_parameter(empty, bare, META) if table is owner._parameters else bare
+                    else:
+                        table[key] = empty
+        self.engine.release(self.weights)
+
+    @contextmanager
+    def pinned(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Give the weights as the engine has them, which from now on never unloads them."""
+        self.engine.pin(self.weights)
+        tensors = self.engine.acquire(self.weights)
+        try:
+            yield dict(zip(self._names, tensors, strict=True))
+        finally:
+            self.engine.release(self.weights)
+
+
+@dataclass
+class _ForwardCall:
+    """What one call of a module has begun and has to end."""
+
+    input_device: torch.device | None
+    onloader: WeightOnloader | None = None
 
 
 class AlignDevicesHook(ModelHook):
@@ -66,22 +165,23 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
         self._resolved: tuple[Place | None, torch.device] | None = None
-        self._visit: tuple[Mapping[str, torch.Tensor] | None, Visit] | None = None
-        self._calls: dict[int, list[_Call]] = {}
+        self._onloader: tuple[Mapping[str, torch.Tensor] | None, WeightOnloader] | None = None
+        self._calls: dict[int, list[_ForwardCall]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model fetches its weights itself: threads and mapped files belong to one model.
-        return {**self.__dict__, "_visit": None, "_calls": {}}
+        return {**self.__dict__, "_onloader": None, "_calls": {}}
 
-    def read_ahead(self, visit: Visit) -> None:
+    def use_onloader(self, onloader: WeightOnloader) -> None:
         """Take the weights from an engine that reads ahead, for as long as `weights_map` is what it is now."""
-        self._visit = (self.weights_map, visit)
+        self._onloader = (self.weights_map, onloader)
 
-    def _visit_on(self, device: torch.device) -> Visit | None:
-        if self._visit is None:
+    def _onloader_on(self, device: torch.device) -> WeightOnloader | None:
+        if self._onloader is None:
             return None
-        source, visit = self._visit
-        return visit if source is self.weights_map and visit.device == device and visit.is_current() else None
+        source, onloader = self._onloader
+        usable = source is self.weights_map and onloader.device == device and onloader.weights.is_current()
+        return onloader if usable else None
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -93,84 +193,73 @@ class AlignDevicesHook(ModelHook):
             module, include_buffers=self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
         )
 
-    def _offloaded_names(self, module: nn.Module) -> list[str]:
-        return [name for name, _ in self.offloaded_tensors(module)]
-
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Put the tensors on the device of the module; or, to offload them, on the meta device."""
-        if self.offload:
-            self._send_away(module)
-        elif self.execution_device is not None:
-            for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
-                self._set(module, name, self.execution_device, tied=True)
-        return module
-
-    def _send_away(self, module: nn.Module) -> None:
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        device = self.execution_device
+        if not self.offload:
+            if device is not None:
+                for name in tensors:
+                    self._set(module, name, device, tied=True)
+            return module
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
-        names = self._offloaded_names(module)
+        offloaded = [name for name, _ in self.offloaded_tensors(module)]
         if self.weights_map is None:
-            self.weights_map = {name: tensors[name].detach().to("cpu") for name in names}
-        for name in names:
+            self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
+        for name in offloaded:
             self._set(module, name, META)
-        if self.execution_device is None:
-            return
-        hidden = get_non_persistent_buffers(module, self.place_submodules, fqns=True) if self.offload_buffers else None
-        for name, _ in list(module.named_buffers(recurse=self.place_submodules)):
-            if hidden is None or name in hidden:
-                self._set(module, name, self.execution_device, tied=True)
+        if device is not None:  # what is not offloaded stays there
+            hidden = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
+            for name, _ in list(module.named_buffers(recurse=self.place_submodules)):
+                if name in hidden or not self.offload_buffers:
+                    self._set(module, name, device, tied=True)
+        return module
 
     def _set(
         self, module: nn.Module, name: str, device: Place, value: torch.Tensor | None = None, tied: bool = False
     ) -> None:
-        cache = self.tied_params_map if tied else None
-        scales = self._scales(name, value)
+        scales = None
+        if value is not None and value.dtype == torch.int8 and self.weights_map is not None:
+            scales = self.weights_map.get(scales_name(name))
         # The allocator keeps what one layer leaves for the next: giving it back each time would stop the device.
         set_module_tensor_to_device(
-            module, name, device, value, fp16_statistics=scales, tied_params_map=cache, clear_cache=False
+            module,
+            name,
+            device,
+            value,
+            fp16_statistics=scales,
+            tied_params_map=self.tied_params_map if tied else None,
+            clear_cache=False,
         )
-
-    def _scales(self, name: str, value: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the scales of a weight in 8 bits."""
-        if value is None or value.dtype != torch.int8 or self.weights_map is None:
-            return None
-        return self.weights_map.get(scales_name(name))
 
     @eager_only
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
         """Bring the offloaded weights, and move the inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        call = _Call(self.input_device)
-        if self.execution_device is None:
-            self._calls.setdefault(threading.get_ident(), []).append(call)
-            return args, kwargs
-        device = self._device(self.execution_device)
-        if self.offload and self.weights_map is not None:
-            call.visit = self._visit_on(device)
-            if call.visit is not None:
-                call.visit.open()
+        call = _ForwardCall(self.input_device)
+        device = None if self.execution_device is None else self._device(self.execution_device)
+        if device is not None and self.offload and self.weights_map is not None:
+            call.onloader = self._onloader_on(device)
+            if call.onloader is not None:
+                call.onloader.onload()
             else:
-                self._read(module, device, self.weights_map)
+                self._fetch(module, device, self.weights_map)
         self._calls.setdefault(threading.get_ident(), []).append(call)
+        if device is None:
+            return args, kwargs
         return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
-    def _read(self, module: nn.Module, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
-        for name in self._offloaded_names(module):
+    def _fetch(self, module: nn.Module, device: torch.device, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put the weights in one by one."""
+        for name in [name for name, _ in self.offloaded_tensors(module)]:
             value = weights[name]
-            self._borrow(value, device)
+            address = address_of(value)
+            copies = (self.tied_params_map or {}).get(address) if address is not None else None
+            if address is not None and copies is not None and device not in copies:
+                # This call is the one that puts a tied weight on the device, and takes it off again.
+                self._borrowed.append((address, device))
             self._set(module, name, device, value, tied=True)
-
-    def _ended_call(self) -> _Call:
-        """Return what this thread's last call of `pre_forward` began."""
-        thread = threading.get_ident()
-        calls = self._calls.get(thread)
-        if not calls:
-            return _Call(self.input_device)
-        call = calls.pop()
-        if not calls:
-            self._calls.pop(thread, None)
-        return call
 
     def _device(self, place: Place) -> torch.device:
         # Asking which accelerator an index means takes time, so it is asked again only for another place.
@@ -178,18 +267,10 @@ class AlignDevicesHook(ModelHook):
             self._resolved = (place, as_device(place))
         return self._resolved[1]
 
-    def _borrow(self, value: torch.Tensor, device: torch.device) -> None:
-        """Note that this call is the one that puts a tied weight on the device, and takes it off again."""
-        address = address_of(value)
-        copies = (self.tied_params_map or {}).get(address) if address is not None else None
-        if address is not None and copies is not None and device not in copies:
-            self._borrowed.append((address, device))
-
     @eager_only
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Send the weights away, and the output to where the input came from."""
-        call = self._ended_call()
-        self._send_back(module, call)
+        call = self._end_call(module)
         if self.io_same_device and call.input_device is not None:
             return send_to_device(output, call.input_device, skip_keys=self.skip_keys)
         return output
@@ -197,13 +278,19 @@ class AlignDevicesHook(ModelHook):
     @eager_only
     def abandon(self, module: nn.Module) -> None:
         """Send the weights away after a forward that raised an error."""
-        self._send_back(module, self._ended_call())
+        self._end_call(module)
 
-    def _send_back(self, module: nn.Module, call: _Call) -> None:
-        if call.visit is not None:
-            call.visit.close()
+    def _end_call(self, module: nn.Module) -> _ForwardCall:
+        """Send away the weights that this thread's last call of `pre_forward` brought, and return that call."""
+        thread = threading.get_ident()
+        calls = self._calls.get(thread)
+        call = calls.pop() if calls else _ForwardCall(self.input_device)
+        if not calls:
+            self._calls.pop(thread, None)
+        if call.onloader is not None:
+            call.onloader.offload()
         elif self.offload:
-            for name in self._offloaded_names(module):
+            for name in [name for name, _ in self.offloaded_tensors(module)]:
                 self._set(module, name, META)
             if type(module).__name__ == "Linear8bitLt":  # it keeps its weight a second time in its state
                 kept: Any = module.state
@@ -211,6 +298,7 @@ class AlignDevicesHook(ModelHook):
             for address, device in self._borrowed:
                 (self.tied_params_map or {}).get(address, {}).pop(device, None)
             self._borrowed.clear()
+        return call
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Bring offloaded weights back to where they were before the hook; those from the meta device stay there."""
@@ -218,27 +306,11 @@ class AlignDevicesHook(ModelHook):
         back = {name: device for name, device in self.original_devices.items() if name in tensors and device != META}
         if not back:
             return module
-        with self._last_values() as weights:
+        # With what was written to the weights while the module ran on the CPU.
+        onloader = self._onloader_on(torch.device(HOST))
+        with onloader.pinned() if onloader is not None else nullcontext(self.weights_map or {}) as weights:
             for name, device in back.items():
                 value = weights.get(name)
                 if value is not None or tensors[name].device != META:
                     self._set(module, name, device, value)
         return module
-
-    @contextmanager
-    def _last_values(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Give the weights of the module, with what was written to them while it ran on the CPU."""
-        visit = self._visit_on(torch.device(HOST))
-        if visit is None:
-            yield self.weights_map or {}
-            return
-        with visit.kept() as weights:
-            yield weights
-
-
-@dataclass
-class _Call:
-    """What one call of a module has begun and has to end."""
-
-    input_device: torch.device | None
-    visit: Visit | None = None

@@ -1,7 +1,10 @@
-"""Hooks that align devices, put on the modules of a model."""
+"""Hooks put on the modules of a model: by hand, or as a device map says."""
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,17 +12,35 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.hooks.align import AlignDevicesHook, SkipKeys
-from accelerate.hooks.base import add_hook_to_module
-from accelerate.hooks.visits import make_visit
-from accelerate.offload.places import META, Place, as_device
+from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate.devices import registry
+from accelerate.hooks.align import AlignDevicesHook, SkipKeys, WeightOnloader
+from accelerate.hooks.base import add_hook_to_module, device_methods
+from accelerate.offload.places import DISK, HOST, META, Place, as_device, is_offload, lookup
 from accelerate.offload.read_ahead import ReadAhead
-from accelerate.offload.store import OffloadedWeightsLoader, PrefixedDataset
-from accelerate.offload.tensors import TiedCache, named_module_tensors
+from accelerate.offload.store import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    has_offload_index,
+    offload_state_dict,
+    read_offload_index,
+)
+from accelerate.offload.stored import FilePath
+from accelerate.offload.tensors import (
+    TiedCache,
+    copy_to_host,
+    find_tied_parameters,
+    named_module_tensors,
+    prune_tied_cache,
+    retie_parameters,
+    set_module_tensor_to_device,
+    tied_cache,
+)
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _HookSettings:
     """What all hooks of one model have in common."""
 
     offload_buffers: bool = False
@@ -50,12 +71,13 @@ class _Settings:
         if self.engine is None or not hook.offload or hook.execution_device is None:
             return
         tensors = {key: tensor for key, tensor in hook.offloaded_tensors(module) if tensor.device == META}
-        visit = make_visit(self.engine, module, f"{name}." if name else "", tensors, as_device(hook.execution_device))
-        if visit is not None:
-            hook.read_ahead(visit)
+        device, prefix = as_device(hook.execution_device), f"{name}." if name else ""
+        onloader = WeightOnloader.create(self.engine, module, prefix, tensors, device)
+        if onloader is not None:
+            hook.use_onloader(onloader)
 
 
-def _engine(weights: Mapping[str, torch.Tensor] | None, offload_memory: int | str | None) -> ReadAhead | None:
+def _read_ahead(weights: Mapping[str, torch.Tensor] | None, offload_memory: int | str | None) -> ReadAhead | None:
     # Of another mapping nobody knows whether it reads a file, or gives another tensor the next time.
     return ReadAhead(weights, offload_memory) if isinstance(weights, OffloadedWeightsLoader) else None
 
@@ -72,24 +94,20 @@ def attach_execution_device_hook(
     Args:
         preload_module_classes: Class names of modules below which no hook is needed.
     """
-    settings = _Settings(skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map)
+    settings = _HookSettings(skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map)
     _attach_execution(module, execution_device, settings)
 
 
-def _attach_execution(module: nn.Module, device: Place, settings: _Settings) -> bool:
+def _attach_execution(module: nn.Module, device: Place, settings: _HookSettings) -> bool:
     """Put hooks on a sub-tree from below, and return whether it has anything in its state dict."""
     whole = settings.is_preloaded(module)
     below = [] if whole else [_attach_execution(child, device, settings) for child in module.children()]
-    has_state = any(below) or _has_state(module, recurse=whole)
+    state = named_module_tensors(module, recurse=whole, remove_non_persistent=True)
+    has_state = any(below) or next(state, None) is not None
     runs = type(module).forward is not nn.Module.forward  # a list of modules is never called
     if has_state and runs and not hasattr(module, "_hf_hook"):
         add_hook_to_module(module, settings.hook("", device))
     return has_state
-
-
-def _has_state(module: nn.Module, recurse: bool) -> bool:
-    tensors = named_module_tensors(module, recurse=recurse, remove_non_persistent=True)
-    return next(tensors, None) is not None
 
 
 def attach_align_device_hook(
@@ -113,13 +131,13 @@ def attach_align_device_hook(
             weights of their children without calling them.
     """
     preload = frozenset(preload_module_classes or ())
-    engine = _engine(weights_map, offload_memory)
-    settings = _Settings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
+    engine = _read_ahead(weights_map, offload_memory)
+    settings = _HookSettings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
     _attach_align(module, module_name, execution_device, offload, settings, set())
 
 
 def _attach_align(
-    module: nn.Module, name: str, device: Place | None, offload: bool, settings: _Settings, seen: set[int]
+    module: nn.Module, name: str, device: Place | None, offload: bool, settings: _HookSettings, seen: set[int]
 ) -> None:
     if id(module) in seen:
         return  # shared by two parents: one hook serves both
@@ -155,8 +173,8 @@ def attach_align_device_hook_on_blocks(
         offload_memory: What weights that are read ahead may take, if `weights_map` is an `OffloadedWeightsLoader`.
     """
     preload = frozenset(preload_module_classes or ())
-    engine = _engine(weights_map, offload_memory)
-    settings = _Settings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
+    engine = _read_ahead(weights_map, offload_memory)
+    settings = _HookSettings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
     if isinstance(execution_device, Mapping):
         devices: Mapping[str, Place | None] = execution_device
         offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
@@ -178,30 +196,176 @@ def _attach_blocks(
     name: str,
     devices: Mapping[str, Place | None],
     offloaded: Mapping[str, bool],
-    settings: _Settings,
+    settings: _HookSettings,
     seen: set[int],
 ) -> None:
     root = name == ""
     if name in devices and name in offloaded:
-        _attach_block(module, name, devices[name], offloaded[name], settings, seen)
+        device = devices[name]
+        if offloaded[name]:
+            _attach_align(module, name, device, True, settings, seen)
+            present = getattr(module, "_hf_hook", None)
+            if present is None:
+                add_hook_to_module(module, settings.hook(name, device, io_same_device=root))
+            elif root and isinstance(present, AlignDevicesHook):
+                present.io_same_device = True
+        else:
+            add_hook_to_module(module, settings.hook(name, device, io_same_device=root, place_submodules=True))
+        if device is not None:
+            _attach_execution(module, device, replace(settings, weights_map=None))
     elif root:
         add_hook_to_module(module, settings.hook(name, devices.get(""), io_same_device=True))
     for key, child in module.named_children():
         _attach_blocks(child, f"{name}.{key}" if name else key, devices, offloaded, settings, seen)
 
 
-def _attach_block(
-    module: nn.Module, name: str, device: Place | None, offload: bool, settings: _Settings, seen: set[int]
+def first_accelerator(device_map: Mapping[str, Place]) -> Place:
+    """Return the first accelerator of a device map, where offloaded modules run; the CPU if there is none."""
+    return next((place for place in device_map.values() if not is_offload(place)), HOST)
+
+
+def _offloaded_places(main: Place) -> set[str]:
+    """Return the places whose weights visit the main device: not the CPU, if that device computes in its memory."""
+    kind = as_device(main).type
+    if kind == HOST:
+        return {DISK}
+    backend = next((known for known in registry.all_backends() if known.type == kind), None)
+    in_host_memory = backend is not None and backend.device(0).index is None  # so are single GPUs in it
+    return {DISK} if in_host_memory else {DISK, HOST}
+
+
+def weights_of_offloaded(
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    main: Place,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: FilePath | None,
+    offload_index: Mapping[str, Any] | None,
+) -> OffloadedWeightsLoader | None:
+    """Return where the weights of offloaded modules are read, after writing those that have to be."""
+    on_disk = [name for name, place in device_map.items() if place == DISK]
+    on_cpu = [name for name, place in device_map.items() if str(place) == HOST]
+    if on_disk and offload_dir is None and offload_index is None:
+        raise ConfigurationError(
+            f"The device map puts {on_disk!r} on the disk, and neither offload_dir nor offload_index says where. "
+            "Pass offload_dir=, a folder with room for these weights."
+        )
+    if on_disk and offload_index is None and offload_dir is not None:
+        _write_missing(model, on_disk, offload_dir)
+    if state_dict is None and on_cpu and HOST in _offloaded_places(main):
+        state_dict = copy_to_host(extract_submodules_state_dict(model.state_dict(), on_cpu))
+    folder = offload_dir if on_disk and has_offload_index(offload_dir) else None
+    if state_dict is None and folder is None and offload_index is None:
+        return None
+    device = main if offload_index is not None else None
+    return OffloadedWeightsLoader(state_dict, save_folder=folder, index=offload_index, device=device)
+
+
+def _write_missing(model: nn.Module, modules: list[str], folder: FilePath) -> None:
+    """Write the weights of modules that the folder does not hold yet."""
+    weights = extract_submodules_state_dict(model.state_dict(), modules)
+    written = read_offload_index(folder) if has_offload_index(folder) else {}
+    missing = {name: weight for name, weight in weights.items() if name not in written}
+    empty = [name for name, weight in missing.items() if weight.device == META]
+    if empty:
+        raise ConfigurationError(
+            f"{empty!r} are to be on the disk, and they are neither in {os.fspath(folder)!r} nor in the model, where "
+            "they are on the meta device. Load the checkpoint with `load_checkpoint_and_dispatch`."
+        )
+    if missing:
+        offload_state_dict(folder, missing)
+
+
+def hook_device_map(
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    main: Place,
+    weights: OffloadedWeightsLoader | None,
+    offload_buffers: bool,
+    skip_keys: SkipKeys,
+    preload: Iterable[str] | None,
+    offload_memory: int | str | None = None,
 ) -> None:
-    root = name == ""
-    if not offload:
-        add_hook_to_module(module, settings.hook(name, device, io_same_device=root, place_submodules=True))
-    else:
-        _attach_align(module, name, device, True, settings, seen)
-        present = getattr(module, "_hf_hook", None)
-        if present is None:
-            add_hook_to_module(module, settings.hook(name, device, io_same_device=root))
-        elif root and isinstance(present, AlignDevicesHook):
-            present.io_same_device = True
-    if device is not None:
-        _attach_execution(module, device, replace(settings, weights_map=None))
+    """Put the hooks of a device map on a model.
+
+    Args:
+        offload_memory: What weights that are read ahead may take.
+        main: Where modules on the CPU and the disk run.
+        weights: Where the weights of offloaded modules are read.
+    """
+    offloaded = _offloaded_places(main)
+    devices: dict[str, Place] = {name: main if is_offload(place) else place for name, place in device_map.items()}
+    tied_names = find_tied_parameters(model)
+    held = weights.state_dict if weights is not None else {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for group in tied_names for name in group]
+    tied = tied_cache([*(parameters[name] for name in names), *(held[name] for name in names if name in held)])
+    if weights is not None:
+        weights.add_aliases(tied_names)
+        # Tensors that stay on a device and have no data, because a tied weight of theirs is offloaded.
+        for name, parameter in parameters.items():
+            if parameter.device == META and name in weights and str(lookup(device_map, name)) not in offloaded:
+                device = lookup(devices, name)
+                if device is not None and as_device(device) != META:
+                    set_module_tensor_to_device(model, name, device, weights[name])
+    _place_single_tensors(model, devices, weights, skip_keys)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"": main, **devices},
+        offload={name: str(place) in offloaded for name, place in device_map.items()},
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload,
+        tied_params_map=tied,
+        offload_memory=offload_memory,
+    )
+    prune_tied_cache(tied, held.values())
+    for group in tied_names:
+        found = {model.get_parameter(name).device for name in group}
+        if len(found) == 1 and META not in found:  # none is offloaded, or on another device than the rest
+            retie_parameters(model, [group])
+
+
+def _place_single_tensors(
+    model: nn.Module, devices: Mapping[str, Place], weights: Mapping[str, torch.Tensor] | None, skip_keys: SkipKeys
+) -> None:
+    """Put tensors that a map names by themselves on their device, and bring the inputs of their module there.
+
+    The parent of such a tensor has no entry of its own, so no other hook takes care of it. These tensors are not
+    offloaded: they stay on the device that runs them.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    for name, device in devices.items():
+        if name in modules:
+            continue
+        path, _, key = name.rpartition(".")
+        if path not in modules or not isinstance(getattr(model.get_submodule(path), key, None), torch.Tensor):
+            continue  # `check_device_map` warned about it
+        owner = model.get_submodule(path)
+        empty = getattr(owner, key).device == META
+        set_module_tensor_to_device(owner, key, device, weights[name] if weights is not None and empty else None)
+        if path and not hasattr(owner, "_hf_hook"):
+            add_hook_to_module(owner, AlignDevicesHook(execution_device=device, skip_keys=skip_keys))
+
+
+def guard_moves(model: nn.Module) -> None:
+    """Make `.to` and its kin speak up on a model whose modules were dispatched."""
+    for name in device_methods():
+        if callable(getattr(type(model), name, None)):
+            model.__dict__[name] = functools.partial(_guarded_move, model, name)
+
+
+def _guarded_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Warn about a move that the hooks do not know of, and refuse it where weights are not there to be moved."""
+    if any(parameter.device == META for parameter in model.parameters()):
+        raise UsageError(
+            f"`.{method}()` was called on a model with offloaded weights: they are on the CPU or the disk, so there is "
+            "nothing to move. Call `remove_hook_from_submodules(model)` first, or dispatch it with another device map."
+        )
+    warnings.warn(
+        f"`.{method}()` was called on a model that is dispatched over devices: its hooks still send inputs to the "
+        "devices of the device map.",
+        stacklevel=2,
+    )
+    return getattr(type(model), method)(model, *args, **kwargs)

@@ -1,15 +1,22 @@
-"""A hook around the forward of a module, put on and taken off."""
+"""Hooks around the forward of a module: put on, taken off, and those that move or cast a whole module."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from accelerate._base import constants
+from accelerate.collectives.nested import send_to_device
 from accelerate.devices import registry
+from accelerate.offload.places import Place, as_device
+from accelerate.offload.tensors import check_device_same
+from accelerate.runtime.eager import eager_only
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -129,11 +136,9 @@ def _is_graph_module(module: nn.Module) -> bool:
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    if _is_graph_module(module):
-        # A graph module calls the forward of its class, which no other instance has.
-        type(module).forward = forward
-    else:
-        module.forward = forward
+    # A graph module calls the forward of its class, which no other instance has.
+    owner: Any = type(module) if _is_graph_module(module) else module
+    owner.forward = forward
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
@@ -147,25 +152,19 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
         hook.detach_hook(module)
         del module._hf_hook
     if hasattr(module, "_old_forward"):
-        _restore_forward(module)
+        old: Any = module._old_forward
+        del module._old_forward
+        if getattr(old, "__func__", None) is getattr(type(module), "forward", None):
+            # The forward of the class itself: without an entry of its own the module can be copied and pickled again.
+            module.__dict__.pop("forward", None)
+        else:
+            _set_forward(module, getattr(old, "__func__", old) if _is_graph_module(module) else old)
     for name in device_methods():
         module.__dict__.pop(name, None)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse=True)
     return module
-
-
-def _restore_forward(module: nn.Module) -> None:
-    old: Any = module._old_forward
-    del module._old_forward
-    if getattr(old, "__func__", None) is getattr(type(module), "forward", None):
-        # The forward of the class itself: without an entry of its own the module can be copied and pickled again.
-        module.__dict__.pop("forward", None)
-    elif _is_graph_module(module):
-        _set_forward(module, getattr(old, "__func__", old))
-    else:
-        _set_forward(module, old)
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
@@ -176,3 +175,107 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 def device_methods() -> list[str]:
     """Return the names of the methods that move a module: `to`, and one for every kind of hardware."""
     return ["to", *(backend.type for backend in registry.all_backends())]
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keep the weights of a module in `storage_dtype`, and in `compute_dtype` while its forward runs."""
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights to the dtype of storage."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Cast the weights to the dtype of computing."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast the weights back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a small dtype, and compute in a larger one.
+
+    Args:
+        skip_modules_pattern: Regular expressions; modules with a match in their dotted name keep their dtype.
+        skip_modules_classes: Classes of modules that keep their dtype, with all below them.
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    skipped = skip_modules_classes or ()
+
+    def visit(current: nn.Module, name: str) -> None:
+        if isinstance(current, skipped) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(current, constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(current, hook, append=True)
+            return
+        for key, child in current.named_children():
+            visit(child, f"{name}.{key}" if name else key)
+
+    visit(module, "")
+
+
+class CpuOffload(ModelHook):
+    """Keep a model on the CPU until its forward, then move it to its device, where it stays.
+
+    Args:
+        execution_device: Where the model runs; the accelerator of this host if not given.
+        prev_module_hook: The handle of the model that ran before and makes room first.
+    """
+
+    def __init__(
+        self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = registry.default().value.device() if execution_device is None else execution_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to the CPU."""
+        return module.to("cpu")
+
+    @eager_only
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
+        """Send the model before it back to the CPU, and bring this one and its inputs to the device."""
+        device = as_device(self.execution_device)
+        if self.prev_module_hook is not None and _device_of(self.prev_module_hook.model).type != "cpu":
+            self.prev_module_hook.offload()
+        if check_device_same(_device_of(module), device):
+            return args, kwargs
+        module.to(device)
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+class UserCpuOffloadHook:
+    """The user's handle of a model that waits on the CPU: send it back, or stop managing it."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model back to the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off the model, which stays where it is."""
+        remove_hook_from_module(self.model)

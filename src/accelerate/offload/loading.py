@@ -1,13 +1,14 @@
-"""Checkpoints read into a model, each weight straight to its place."""
+"""Checkpoints loaded into a model: each weight from its file straight to its place."""
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,45 +16,207 @@ from torch import nn
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives import communicator
 from accelerate.collectives.base import Communicator
-from accelerate.offload.converted import Wanted, write_converted
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
-from accelerate.offload.progress import progress
-from accelerate.offload.quantised import SCALES, is_4bit, offload_quantised, place_packed, scales_name, statistics_in
-from accelerate.offload.sizes import resolve_dtype
-from accelerate.offload.store import OffloadedWeightsLoader, save_offload_index
-from accelerate.offload.tensors import check_shape, owner_of, set_module_tensor_to_device
-from accelerate.offload.ties import find_tied_parameters, retie_parameters
-from accelerate.offload.weight_files import Received, Shape, Weights, checkpoint_files, load_state_dict, open_weights
-
-FilePath = str | os.PathLike[str]
+from accelerate.offload.safetensors_format import dtype_name, make_header, read_header, tensor_bytes
+from accelerate.offload.store import (
+    BESIDE_WEIGHTS,
+    OffloadedWeightsLoader,
+    quantisation_statistics,
+    save_offload_index,
+    scales_name,
+)
+from accelerate.offload.stored import ALIGNMENT, FilePath, SafetensorsFile
+from accelerate.offload.tensors import (
+    check_shape,
+    find_tied_parameters,
+    owner_of,
+    resolve_dtype,
+    retie_parameters,
+    set_module_tensor_to_device,
+    table_of,
+)
+from accelerate.offload.weight_files import checkpoint_files
+from accelerate.runtime import current
+from accelerate.runtime.atomic import atomic_file
 
 COMPILED = "_orig_mod."
 """What a compiler's shell adds to the names inside it; the weights are those of the model without it."""
+CONVERTED_SUFFIX = ".offload.safetensors"
 
 
-class Source(NamedTuple):
-    """Where a weight was read: a file and the weight's name there."""
+class WeightsFile(Protocol):
+    """A file of a checkpoint, whose weights are read one by one.
 
-    weights: Weights
-    name: str
+    Attributes:
+        in_place: Whether an index may point at the weights in this very file.
+    """
 
+    path: Path
+    in_place: bool
 
-def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: FilePath) -> None:
-    """Put the weights of an offload folder into a model on the CPU."""
-    index = index or {}
-    for name in [name for name in index if not name.endswith(SCALES)]:
-        scales = scales_name(name)
-        statistics = _copy_of(offload_folder, scales, index) if scales in index else None
-        value = _copy_of(offload_folder, name, index)
-        set_module_tensor_to_device(model, name, HOST, value=value, fp16_statistics=statistics)
+    def names(self) -> list[str]:
+        """Return the names in the file."""
 
+    def like(self, name: str) -> torch.Tensor:
+        """Return a tensor without data that is like a weight of the file, without reading it."""
 
-def _copy_of(folder: FilePath, name: str, index: Mapping[str, Any]) -> torch.Tensor:
-    # A copy, so that the folder may be removed or written again.
-    return OffloadedWeightsLoader(save_folder=folder, index=index)[name].clone()
+    def read(self, name: str, device: torch.device) -> Any:
+        """Return one weight on a device."""
 
 
-class _Loader:
+class TorchFile:
+    """The weights of a file that `torch.save` wrote, whose code is never run."""
+
+    in_place = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
+        self._mapped = path.is_file() and zipfile.is_zipfile(path)
+        try:
+            self._state: dict[str, Any] = torch.load(path, map_location=HOST, weights_only=True, mmap=self._mapped)
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"The weights file {str(path)!r} cannot be read ({str(error).splitlines()[0] or type(error).__name__}): "
+                "it is missing, cut off, or not a file that torch saved. Save or download it again."
+            ) from error
+
+    def names(self) -> list[str]:
+        return list(self._state)
+
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self._state[name].shape, dtype=self._state[name].dtype, device=META)
+
+    def read(self, name: str, device: torch.device) -> Any:
+        value = self._state[name]
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A copy, because `torch.save` to the same path would pull the pages away under the model.
+        return value.clone() if device.type == HOST and self._mapped else value.to(device)
+
+
+class BroadcastFile:
+    """The weights of a file that the first process reads and sends to all others.
+
+    All processes ask for the same weights in the same order.
+    """
+
+    in_place = False
+
+    def __init__(self, path: Path, group: Communicator) -> None:
+        self.path, self._group = path, group
+        self._file = open_weights_file(path) if group.rank == 0 else None
+        listed: list[Any] = [None]
+        if self._file is not None:
+            listed = [{name: self._file.like(name) for name in self._file.names()}]
+        group.broadcast_objects(listed)
+        self._like: dict[str, torch.Tensor] = listed[0]
+
+    def names(self) -> list[str]:
+        return list(self._like)
+
+    def like(self, name: str) -> torch.Tensor:
+        return self._like[name]
+
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        if self._file is not None:
+            value: torch.Tensor = self._file.read(name, as_device(HOST)).contiguous()
+        else:
+            value = torch.empty_like(self._like[name], device=HOST)
+        sent: torch.Tensor = self._group.broadcast(value).to(device)
+        return sent
+
+
+def open_weights_file(path: FilePath) -> WeightsFile:
+    """Open a `.safetensors` file, or a file that `torch.save` wrote, whose code is never run.
+
+    Raises:
+        ConfigurationError: If the file is missing or broken, or a safetensors file was not written for torch.
+    """
+    file = Path(path)
+    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
+
+
+def load_state_dict(checkpoint_file: FilePath, device_map: Mapping[str, Place] | None = None) -> dict[str, Any]:
+    """Return the weights of a file.
+
+    Args:
+        device_map: Where each module's weights go; those for the disk, and all without a map, go to the CPU.
+
+    Raises:
+        ConfigurationError: If the file is missing or broken, or a safetensors file was not written for torch.
+    """
+    file = open_weights_file(checkpoint_file)
+    places = {name: lookup(device_map, name) if device_map else None for name in file.names()}
+    return {
+        name: file.read(name, as_device(HOST if place is None or place == DISK else place))
+        for name, place in places.items()
+    }
+
+
+def convert_weights(file: WeightsFile, folder: FilePath, wanted: Mapping[str, torch.Tensor]) -> Path:
+    """Write weights of a file to a safetensors file in a folder, unless they are there already, and return its path.
+
+    The file gets its name when it is complete. Its data are aligned as torch aligns memory.
+
+    Args:
+        wanted: Tensors without data, whose dtypes are to be written, by the names in the file.
+
+    Raises:
+        ConfigurationError: If a dtype has no name in the format.
+    """
+    source = file.path
+    for name, like in wanted.items():
+        if dtype_name(like.dtype) is None:
+            raise ConfigurationError(
+                f"{name!r} of {str(source)!r} has the dtype {like.dtype!r}, which a safetensors file cannot "
+                "hold, so it cannot be offloaded to the disk. Pass dtype= to load the checkpoint in another one."
+            )
+    origin = {"source": str(source.absolute())}
+    if source.is_file():  # another process may read it for this one
+        status = source.stat()
+        origin |= {"size": str(status.st_size), "modified": str(status.st_mtime_ns)}
+    header = make_header(wanted, {"format": "pt", **origin}, alignment=ALIGNMENT)
+    target = Path(folder).absolute() / f"{source.stem}{CONVERTED_SUFFIX}"
+    with suppress(ConfigurationError, OSError):  # an earlier run may have written the same weights of the same file
+        if source.is_file() and read_header(target) == header and target.stat().st_size == header.file_size:
+            return target
+    total = sum(like.nbytes for like in wanted.values())
+    with (
+        atomic_file(target) as partial,
+        partial.open("wb") as written,
+        _progress(total, "Writing weights for the disk", unit="B") as done,
+    ):
+        written.write(header.to_bytes())
+        for name in header.tensors:
+            tensor = file.read(name, as_device(HOST)).to(wanted[name].dtype)
+            if tensor.numel():
+                written.write(tensor_bytes(tensor))
+            done(tensor.nbytes)
+    return target
+
+
+@contextmanager
+def _progress(total: int, description: str, unit: str = "file") -> Iterator[Callable[[int], object]]:
+    """Show how far some work is to a person at a terminal or in a notebook, and by one process of a machine.
+
+    The block calls what it gets with the amount that it has just done.
+
+    Args:
+        unit: `"B"` for bytes, which are shown in thousands, millions and so on.
+    """
+    watched = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    runtime = current.active() if watched else None
+    if not watched or (runtime is not None and runtime.local_rank != 0):
+        yield lambda done: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, desc=description, unit=unit, unit_scale=unit == "B") as bar:
+        yield bar.update
+
+
+class _CheckpointLoader:
     """Put the weights of all files of one checkpoint where a device map says."""
 
     def __init__(
@@ -72,18 +235,18 @@ class _Loader:
         self.buffers = {name for name, _ in model.named_buffers()}
         self.known = set(model.state_dict())
         self.plain = {name.replace(COMPILED, ""): name for name in self.known}
-        self.loaded: dict[str, Source] = {}
+        self.loaded: dict[str, tuple[WeightsFile, str]] = {}
         self.unexpected: list[str] = []
-        self.to_convert: list[tuple[str, Wanted]] = []
+        self.to_convert: list[tuple[str, str, torch.Tensor]] = []
         self.statistics: dict[str, list[str]] = {}
 
-    def load(self, weights: Weights) -> None:
+    def load(self, file: WeightsFile) -> None:
         """Place every weight of a file."""
-        names = weights.names()
-        present, self.statistics = set(names), statistics_in(names)
+        names = file.names()
+        present, self.statistics = set(names), quantisation_statistics(names)
         beside = {name for group in self.statistics.values() for name in group}
         for name in names:
-            if name.endswith(SCALES):
+            if name.endswith(BESIDE_WEIGHTS):
                 continue  # read together with the weight that it scales
             target = name if name in self.known else self.plain.get(name.replace(COMPILED, ""))
             if target is None:
@@ -91,100 +254,107 @@ class _Loader:
                     self.unexpected.append(name)
                 continue
             scales = scales_name(name)
-            self._put(target, weights, name, scales if scales in present else None)
-            self.loaded[target] = Source(weights, name)
-        self._convert(weights)
+            self._put(target, file, name, scales if scales in present else None)
+            self.loaded[target] = (file, name)
+        self._convert(file)
 
-    def load_twins(self, tied: Iterable[Sequence[str]]) -> None:
+    def load_tied(self, tied: Iterable[Sequence[str]]) -> None:
         """Place tied weights that a checkpoint holds under another name of their group only."""
         for group in tied:
             source = next((self.loaded[name] for name in group if name in self.loaded), None)
-            for name in group if source is not None else ():
-                if name not in self.loaded and source is not None:
-                    self._put(name, source.weights, source.name, None)
-                    self._convert(source.weights)
+            if source is None:
+                continue
+            for name in group:
+                if name not in self.loaded:
+                    self._put(name, *source, None)
+                    self._convert(source[0])
                     self.loaded[name] = source
 
-    def _place(self, name: str) -> Place:
-        place = lookup(self.device_map, name)
-        if place is not None:
-            return place
-        held = self._held(name)
-        return HOST if held is None or held.device == META else held.device
+    def _put(self, name: str, file: WeightsFile, source: str, scales: str | None) -> None:
+        """Put a weight of the model where it belongs.
 
-    def _held(self, name: str) -> torch.Tensor | None:
+        Args:
+            source: Its name in the file.
+            scales: The name of its scales there, if it is stored in 8 bits.
+        """
         owner, key = owner_of(self.model, name)
-        return owner._parameters[key] if key in owner._parameters else owner._buffers.get(key)
-
-    def _dtype(self, name: str) -> torch.dtype | None:
-        kept = any(part in name for part in self.keep_in_fp32)
-        return torch.float32 if kept and self.dtype == torch.float16 else self.dtype
-
-    def _put(self, name: str, weights: Weights, source: str, scales: str | None) -> None:
-        place, dtype = self._place(name), self._dtype(name)
+        held: torch.Tensor | None = table_of(owner, key)[key]
+        place = lookup(self.device_map, name)
+        if place is None:
+            place = HOST if held is None or held.device == META else held.device
+        kept = self.dtype == torch.float16 and any(part in name for part in self.keep_in_fp32)
+        dtype = torch.float32 if kept else self.dtype
         if place == DISK and (self.offload_buffers or name not in self.buffers):
-            self._offload(name, weights, source, scales, dtype)
+            self._offload(name, held, file, source, scales, dtype)
             return
         device = as_device(HOST if place == DISK else place)
-        value = weights.read(source, device)
-        if is_4bit(self._held(name)) and not value.is_floating_point():
-            beside = {key: weights.read(key, device) for key in self.statistics.get(source, ())}
+        value = file.read(source, device)
+        if type(held).__name__ == "Params4bit" and not value.is_floating_point():
+            from accelerate.offload.quantised import place_packed
+
+            beside = {key: file.read(key, device) for key in self.statistics.get(source, ())}
             place_packed(self.model, name, value, beside, device)
             return
-        statistics = None if scales is None else weights.read(scales, as_device(HOST))
+        statistics = None if scales is None else file.read(scales, as_device(HOST))
         set_module_tensor_to_device(
             self.model, name, device, value, dtype, fp16_statistics=statistics, clear_cache=False
         )
 
-    def _offload(self, name: str, weights: Weights, source: str, scales: str | None, dtype: torch.dtype | None) -> None:
+    def _offload(
+        self,
+        name: str,
+        held: torch.Tensor | None,
+        file: WeightsFile,
+        source: str,
+        scales: str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         if self.folder is None:
             raise ConfigurationError(
                 f"{name!r} goes to the disk, and no offload_folder was given, so there is nowhere to write it. "
                 "Pass offload_folder."
             )
-        shape, stored = weights.shape(source)
-        if self.quantise and scales is None and stored.is_floating_point:
-            value = weights.read(source, as_device(HOST))
+        stored = file.like(source)
+        if self.quantise and scales is None and stored.is_floating_point():
+            from accelerate.offload.quantised import offload_quantised
+
+            value = file.read(source, as_device(HOST))
             offload_quantised(self.model, name, value, dtype, self.folder, self.index)
             return
-        held = self._held(name)
-        check_shape(name, held, shape)
-        wanted = dtype if dtype is not None and stored.is_floating_point else stored
-        self._note(name, weights, source, Shape(shape, wanted))
+        check_shape(name, held, tuple(stored.shape))
+        wanted = stored.to(dtype) if dtype is not None and stored.is_floating_point() else stored
+        self._store(name, file, source, stored, wanted)
         if scales is not None:
-            self._note(scales_name(name), weights, scales, weights.shape(scales))
-        if held is None or held.device != META or (dtype is not None and held.dtype != wanted):
+            beside = file.like(scales)
+            self._store(scales_name(name), file, scales, beside, beside)
+        if held is None or held.device != META or (dtype is not None and held.dtype != wanted.dtype):
             set_module_tensor_to_device(self.model, name, META, dtype=dtype, clear_cache=False)
 
-    def _note(self, name: str, weights: Weights, source: str, wanted: Shape) -> None:
+    def _store(self, name: str, file: WeightsFile, source: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
         """Use a weight where it is, or see to it that it is converted.
 
         A smaller dtype is written once: every forward then reads fewer bytes, and needs no conversion. A larger one is
         made while the model runs: reading more bytes would take longer than converting.
         """
-        stored = weights.shape(source).dtype
-        if weights.in_place(source) and (wanted.dtype == stored or wanted.dtype.itemsize > stored.itemsize):
-            self._index(name, weights.path, source, wanted.dtype)
+        if file.in_place and (wanted.dtype == stored.dtype or wanted.itemsize > stored.itemsize):
+            self._index(name, file.path, source, wanted.dtype)
         else:
-            self.to_convert.append((name, Wanted(source, *wanted)))
+            self.to_convert.append((name, source, wanted))
 
-    def _index(self, name: str, file: Path, source: str, dtype: torch.dtype) -> None:
+    def _index(self, name: str, path: Path, source: str, dtype: torch.dtype) -> None:
         self.index[name] = {
-            "safetensors_file": str(file.absolute()),
+            "safetensors_file": str(path.absolute()),
             "weight_name": source,
             "dtype": str(dtype).removeprefix("torch."),
         }
 
-    def _convert(self, weights: Weights) -> None:
-        if not self.to_convert or self.folder is None:
-            return
-        # One name may be wanted for two tied weights, in one dtype.
-        wanted = {weight.name: weight for _, weight in self.to_convert}
-        host = as_device(HOST)
-        file = write_converted(weights.path, self.folder, list(wanted.values()), lambda name: weights.read(name, host))
-        for name, weight in self.to_convert:
-            self._index(name, file, weight.name, weight.dtype)
-        self.to_convert.clear()
+    def _convert(self, file: WeightsFile) -> None:
+        if self.to_convert and self.folder is not None:
+            # One name may be wanted for two tied weights, in one dtype.
+            path = convert_weights(file, self.folder, {source: wanted for _, source, wanted in self.to_convert})
+            for name, source, wanted in self.to_convert:
+                self._index(name, path, source, wanted.dtype)
+            self.to_convert.clear()
 
 
 def load_checkpoint_in_model(
@@ -221,56 +391,51 @@ def load_checkpoint_in_model(
         ConfigurationError: If the checkpoint is not found or does not fit, or weights have no folder to go to.
     """
     torch_dtype = None if dtype is None else resolve_dtype(dtype)
-    group = _broadcasting_group() if broadcast_from_rank0 else None
-    files = _agreed_files(checkpoint, group)
+    group = None
+    if broadcast_from_rank0 and torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = communicator()
+    if group is None or group.world_size == 1:
+        group = None
+        files = checkpoint_files(Path(checkpoint))
+    else:  # only the first process has to see the files
+        found: list[Any] = [checkpoint_files(Path(checkpoint)) if group.rank == 0 else None]
+        group.broadcast_objects(found)
+        files = found[0]
     if device_map is None and _is_sharded(model):
         _load_sharded(model, files, torch_dtype, strict, full_state_dict, broadcast_from_rank0)
         return
     if offload_folder is not None:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
     tied = find_tied_parameters(model)
-    places = dict(device_map or {})
-    loader = _Loader(
-        model, places, offload_folder, torch_dtype, offload_buffers, keep_in_fp32_modules or (), offload_8bit_bnb
+    loader = _CheckpointLoader(
+        model,
+        dict(device_map or {}),
+        offload_folder,
+        torch_dtype,
+        offload_buffers,
+        keep_in_fp32_modules or (),
+        offload_8bit_bnb,
     )
-    with progress(len(files), "Loading checkpoint") as done:
-        for file in files:
-            loader.load(open_weights(file) if group is None else Received(file, group))
+    with _progress(len(files), "Loading checkpoint") as done:
+        for path in files:
+            loader.load(open_weights_file(path) if group is None else BroadcastFile(path, group))
             done(1)
-    loader.load_twins(tied)
-    _report(model, loader.unexpected, sorted(loader.known - loader.loaded.keys()), strict)
+    loader.load_tied(tied)
+    missing = sorted(loader.known - loader.loaded.keys())
+    if strict and (loader.unexpected or missing):
+        raise ConfigurationError(
+            f"The checkpoint does not fit {type(model).__name__}: not in the model {loader.unexpected!r}, not in the "
+            f"checkpoint {missing!r}. Load the checkpoint of this model, or pass strict=False."
+        )
+    if loader.unexpected:
+        warnings.warn(
+            f"These weights of the checkpoint are not in {type(model).__name__} and were not used: "
+            f"{loader.unexpected!r}.",
+            stacklevel=2,
+        )
     if offload_folder is not None:
         save_offload_index(loader.index, offload_folder)
     retie_parameters(model, tied)
-
-
-def _broadcasting_group() -> Communicator | None:
-    """Return what the first process sends weights over, or None where there is nobody to send them to."""
-    group = communicator() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
-    return group if group is not None and group.world_size > 1 else None
-
-
-def _agreed_files(checkpoint: FilePath, group: Communicator | None) -> list[Path]:
-    """Return the files of a checkpoint, which only the first process has to see if it sends the weights."""
-    if group is None:
-        return checkpoint_files(checkpoint)
-    found: list[Any] = [checkpoint_files(checkpoint) if group.rank == 0 else None]
-    group.broadcast_objects(found)
-    files: list[Path] = found[0]
-    return files
-
-
-def _report(model: nn.Module, unexpected: list[str], missing: list[str], strict: bool) -> None:
-    if strict and (unexpected or missing):
-        raise ConfigurationError(
-            f"The checkpoint does not fit {type(model).__name__}: not in the model {unexpected!r}, not in the "
-            f"checkpoint {missing!r}. Load the checkpoint of this model, or pass strict=False."
-        )
-    if unexpected:
-        warnings.warn(
-            f"These weights of the checkpoint are not in {type(model).__name__} and were not used: {unexpected!r}.",
-            stacklevel=3,
-        )
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -301,3 +466,15 @@ def _load_sharded(
         if dtype is not None:
             state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
         set_model_state_dict(model, state, options=options)
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: FilePath) -> None:
+    """Put the weights of an offload folder into a model on the CPU."""
+    if not index:
+        return
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in [name for name in index if not name.endswith(BESIDE_WEIGHTS)]:
+        # Copies, so that the folder may be removed or written again.
+        scales = scales_name(name)
+        statistics = weights[scales].clone() if scales in index else None
+        set_module_tensor_to_device(model, name, HOST, value=weights[name].clone(), fp16_statistics=statistics)

@@ -1,32 +1,155 @@
-"""How much memory each device may take for weights."""
+"""Memory: the bytes that tensors and modules take, and the bytes that each device has for them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.imports import require
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
-from accelerate.offload.places import DISK, HOST, MemoryMap
-from accelerate.offload.sizes import (
-    Dtype,
-    as_class_names,
-    compute_module_sizes,
-    convert_file_size_to_int,
-    get_module_leaves,
-)
+from accelerate.offload.places import DISK, HOST
+from accelerate.offload.tensors import ModuleTree, Part, as_class_names, is_splittable, parts_of, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
+Dtype: TypeAlias = str | torch.dtype | CustomDtype
+
+_UNITS = {"TIB": 2**40, "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+_CUSTOM_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 SINGLE_DEVICE_SHARE = 0.9
 """Of the free memory of a single accelerator, what weights may take: the rest is for activations."""
 HEADROOM = 1.25
 """What a balanced device may take over its even share, in units of the largest block."""
+
+
+def convert_file_size_to_int(size: float | str) -> int:
+    """Return a size in bytes: `"5GB"` is decimal, `"5GiB"` binary, a small final `b` means bits.
+
+    Raises:
+        ConfigurationError: If the text is not a number with one of these units.
+    """
+    if not isinstance(size, str):
+        return int(size)  # a share of the memory, such as 0.9 of it, is a float
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", size, flags=re.IGNORECASE)
+    if match is None or float(match[1]) < 0:
+        raise ConfigurationError(
+            f"The size {size!r} cannot be read: it is not a positive number with a unit. "
+            'Write bytes as an integer, or a text like "5GB", "800MB" or "1.5GiB".'
+        )
+    unit = match[2]
+    count = int(float(match[1]) * _UNITS[unit.upper()])
+    return count // 8 if unit.endswith("b") else count
+
+
+def dtype_byte_size(dtype: Dtype) -> float:
+    """Return the bytes that one element takes when packed, so a boolean is an eighth of a byte."""
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM_BYTES[dtype]
+    dtype = resolve_dtype(dtype)
+    return 1 / 8 if dtype == torch.bool else dtype.itemsize
+
+
+def tensor_size(
+    name: str, tensor: torch.Tensor, dtype: Dtype | None, special_dtypes: Mapping[str, Dtype] | None
+) -> int:
+    """Return the bytes that a tensor will take once loaded as `dtype`, or as its entry in `special_dtypes`."""
+    is_special = special_dtypes is not None and name in special_dtypes
+    wanted = special_dtypes[name] if special_dtypes is not None and is_special else dtype
+    if wanted is None or not (is_special or tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.nbytes
+    # In memory a boolean is a whole byte.
+    per_element = dtype_byte_size(wanted) if isinstance(wanted, CustomDtype) else resolve_dtype(wanted).itemsize
+    return int(tensor.numel() * (per_element if is_special else min(per_element, tensor.dtype.itemsize)))
+
+
+def compute_module_sizes(
+    model: nn.Module | ModuleTree,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of every tensor and of every module by its dotted name; `""` is the whole model.
+
+    Args:
+        model: A model, or its tree if that was walked already.
+        dtype: The dtype that the model will be loaded in; it makes floating-point tensors smaller, never larger.
+        special_dtypes: The dtype of single tensors by name, before `dtype`.
+        buffers_only: Leave the parameters out.
+    """
+    tree = model if isinstance(model, ModuleTree) else ModuleTree(model)
+    sizes: defaultdict[str, int] = defaultdict(int)
+    totals, holders = [0] * len(tree.modules), bytearray(len(tree.modules))
+    as_stored = dtype is None and not special_dtypes
+    seen: set[int] = set()
+    for number, (prefix, module) in enumerate(zip(tree.prefixes, tree.modules, strict=True)):
+        sizes[prefix[:-1]] = 0  # a module stands before what is in it
+        for table in (module._buffers,) if buffers_only else (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or id(tensor) in seen:
+                    continue  # a shared tensor counts under its first name
+                seen.add(id(tensor))
+                key = prefix + name
+                size = tensor.nbytes if as_stored else tensor_size(key, tensor, dtype, special_dtypes)
+                sizes[key] = size
+                totals[number] += size
+                holders[number] = 1
+    for number in range(len(tree.modules) - 1, 0, -1):
+        totals[tree.parents[number]] += totals[number]
+        holders[tree.parents[number]] |= holders[number]
+    for number, prefix in enumerate(tree.prefixes):
+        if holders[number]:
+            sizes[prefix[:-1]] = totals[number]
+        else:
+            del sizes[prefix[:-1]]
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
+) -> int:
+    """Return the bytes of all buffers of a model."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_max_layer_size(
+    modules: Sequence[Part], module_sizes: Mapping[str, int], no_split_module_classes: str | Iterable[str] | None
+) -> tuple[int, list[str]]:
+    """Return the bytes of the largest layer that must stay whole, and the names of all layers of that size."""
+    no_split = as_class_names(no_split_module_classes)
+    largest, names = 0, list[str]()
+    pending = list(reversed(modules))
+    while pending:
+        name, module = pending.pop()
+        if not isinstance(module, torch.Tensor) and is_splittable(module, no_split):
+            pending += [(f"{name}.{key}", child) for key, child in reversed(list(module.named_children()))]
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, []
+        if size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Return the bytes of the model, and of its largest layer with the names of the layers of that size."""
+    sizes = compute_module_sizes(model)
+    no_split = getattr(model, "_no_split_modules", None)
+    return sizes[""], get_max_layer_size(parts_of(model, buffers=False), sizes, no_split)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Return the names under which no other name lies."""
+    parents = {name.rpartition(".")[0] for name in module_sizes if "." in name} | {""}
+    return [name for name in module_sizes if name not in parents]
 
 
 def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> dict[int | str, int]:
@@ -55,6 +178,14 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     return {key: convert_file_size_to_int(max_memory[key]) for key in order}
 
 
+def free_host_memory() -> int:
+    """Return the bytes of host memory that are free."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return available
+
+
 def _indices(backend: DeviceBackend) -> list[int]:
     """Return the indices of the accelerators; none for a single device that torch gives no index."""
     if backend.type == HOST or backend.device(0).index is None:
@@ -63,14 +194,15 @@ def _indices(backend: DeviceBackend) -> list[int]:
 
 
 def _free_memory(backend: DeviceBackend) -> dict[int | str, int]:
-    host: int = require("psutil", why="to see how much memory is free").virtual_memory().available
+    host = free_host_memory()
     if backend.type == HOST:
         return {HOST: host}
     indices = _indices(backend)
     if not indices:  # one device without an index works in the memory of the host
         return {backend.type: host}
     free: dict[int | str, int] = {index: _free_on(backend, index) for index in indices}
-    if not all(_shares_host_memory(backend, index) for index in indices):
+    properties = getattr(backend.module, "get_device_properties", lambda index: None)
+    if not all(getattr(properties(index), "is_integrated", False) for index in indices):
         free[HOST] = host
     return free
 
@@ -88,11 +220,6 @@ def free_memory_of(device: torch.device, host: int) -> int:
     return _free_on(backend, device.index)
 
 
-def _shares_host_memory(backend: DeviceBackend, index: int) -> bool:
-    properties = getattr(backend.module, "get_device_properties", None)
-    return bool(getattr(properties(index), "is_integrated", False)) if properties is not None else False
-
-
 def get_balanced_memory(
     model: nn.Module,
     max_memory: Mapping[int | str, int | str] | None = None,
@@ -100,7 +227,7 @@ def get_balanced_memory(
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
-) -> MemoryMap:
+) -> dict[int | str, int | str]:
     """Return memory limits that make a plan spread the model evenly over the accelerators.
 
     Args:
@@ -117,7 +244,13 @@ def get_balanced_memory(
         return dict(limits)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
     share = sizes[""] // (len(usable) - (1 if low_zero else 0))
-    share += int(HEADROOM * max(_largest_block(model, sizes, no_split_module_classes), _mean_layer(sizes)))
+    no_split = as_class_names(no_split_module_classes)
+    blocks = [sizes.get(name, 0) for name, module in model.named_modules() if type(module).__name__ in no_split]
+    tensors = set(get_module_leaves(sizes))
+    modules = {name: size for name, size in sizes.items() if name not in tensors}
+    layers = get_module_leaves(modules)  # modules that hold tensors and no other module
+    mean_layer = int(sum(modules[name] for name in layers) / max(len(layers), 1))
+    share += int(HEADROOM * max(mean_layer, *blocks, 0))
     # The last device keeps its whole limit, so that rounding never sends a layer to the CPU.
     for key in usable[:-1]:
         limits[key] = min(limits[key], share)
@@ -125,19 +258,3 @@ def get_balanced_memory(
         rest = sum(limits[key] for key in usable[1:])
         limits[usable[0]] = min(limits[usable[0]], max(0, sizes[""] - rest))
     return dict(limits)
-
-
-def _largest_block(model: nn.Module, sizes: Mapping[str, int], no_split: str | Iterable[str] | None) -> int:
-    classes = as_class_names(no_split)
-    if not classes:
-        return 0
-    blocks = (name for name, module in model.named_modules() if type(module).__name__ in classes)
-    return max((sizes.get(name, 0) for name in blocks), default=0)
-
-
-def _mean_layer(sizes: Mapping[str, int]) -> int:
-    """Return the mean size of the modules that directly hold tensors and no other module."""
-    tensors = set(get_module_leaves(sizes))
-    modules = {name: size for name, size in sizes.items() if name not in tensors}
-    layers = get_module_leaves(modules)
-    return int(sum(modules[name] for name in layers) / max(len(layers), 1))

@@ -1,17 +1,20 @@
-"""The words by which a weight's place is named: a device index, a device, `"cpu"` or `"disk"`."""
+"""Places: where the tensors of a model are kept, and the device map that gives each module its place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 import torch
+from torch import nn
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
 
 Place: TypeAlias = int | str | torch.device
-MemoryMap: TypeAlias = dict[int | str, int | str]
+"""A device index, a device, `"cpu"` or `"disk"`."""
 
 HOST = "cpu"
 DISK = "disk"
@@ -28,24 +31,20 @@ def as_device(place: Place) -> torch.device:
     """
     if isinstance(place, torch.device):
         return place
-    if isinstance(place, int):
-        return _accelerator(place)
     if place == DISK:
         raise ConfigurationError(
             f"A tensor cannot be computed with on {place!r}: it is a place to store weights, not a device. "
             "Name the device that runs the module, and let `dispatch_model` or `disk_offload` fetch the weights."
         )
-    return torch.device(int(place) if place.isdecimal() else place)
-
-
-def _accelerator(index: int) -> torch.device:
+    if isinstance(place, str):
+        return torch.device(int(place) if place.isdecimal() else place)
     backend = registry.default().value
     if backend.type == HOST:
         raise ConfigurationError(
-            f"Device {index!r} names an accelerator, and this host has none ({registry.default().reason}). "
+            f"Device {place!r} names an accelerator, and this host has none ({registry.default().reason}). "
             'Write "cpu", or "disk" for weights that do not fit in memory.'
         )
-    return backend.device(index)
+    return backend.device(place)
 
 
 def is_offload(place: Place) -> bool:
@@ -70,3 +69,91 @@ def lookup(table: Mapping[str, T], name: str) -> T | None:
             return None
         name = name.rpartition(".")[0]
     return table[name]
+
+
+def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> dict[str, Place]:
+    """Return the map with one entry for every sub-tree that lies on one device.
+
+    Args:
+        module_name: Shorten only what lies at or below this module.
+    """
+    first: dict[str, Place] = {}
+    several: set[str] = set()
+    mixed: set[str] = set()
+    for name, place in device_map.items():
+        for prefix in prefixes(name) if name else [""]:
+            if prefix not in first:
+                first[prefix] = place
+                continue
+            several.add(prefix)
+            if first[prefix] != place:
+                mixed.add(prefix)
+    uniform = several - mixed
+    if not uniform:
+        return dict(device_map)
+    shortened: dict[str, Place] = {}
+    for name, place in device_map.items():
+        inside = [prefix for prefix in prefixes(name) if not module_name or f"{prefix}.".startswith(f"{module_name}.")]
+        highest = next((prefix for prefix in reversed(inside) if prefix in uniform), name)
+        shortened[highest] = place
+    return shortened
+
+
+def flatten_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> dict[str, Place]:
+    """Return the map with no entry below another one: a module with such an entry is written as its parts.
+
+    The nearest entry decides, so `{"": "cpu", "embed": "disk"}` is the CPU for everything but `embed`.
+    """
+    opened = {above for name in device_map if name for above in prefixes(name)[1:]}
+    found = {name: place for name, place in device_map.items() if name not in opened}
+    pending = [(name, device_map[name]) for name in device_map if name in opened]
+    modules = dict(model.named_modules(remove_duplicate=False)) if pending else {}
+    while pending:
+        name, place = pending.pop()
+        module = modules.get(name)
+        if module is None:
+            continue
+        for key, held in chain(module._parameters.items(), module.named_children(), module._buffers.items()):
+            part = f"{name}.{key}" if name else key
+            if held is None or part in device_map:
+                continue
+            if part in opened:
+                pending.append((part, place))
+            else:
+                found[part] = place
+    return found
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
+    """Check that a device map gives every tensor of the state dict a place.
+
+    Raises:
+        ConfigurationError: If a tensor has none.
+    """
+    tensors = dict.fromkeys(model.state_dict())
+    missing = [name for name in tensors if lookup(device_map, name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"The device map {dict(device_map)!r} gives no device for {', '.join(missing)}: a tensor without a place "
+            'cannot be loaded. Add their modules to the map, or an entry "" for everything that is left.'
+        )
+    known = {name for name, _ in model.named_modules()} | tensors.keys()
+    known |= {name for name, _ in model.named_buffers()}
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        warnings.warn(
+            f"The keys {unknown!r} of the device map name no module of {type(model).__name__}, so they place nothing.",
+            stacklevel=2,
+        )
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Place]) -> None:
+    """Warn about tied parameters that a device map puts on different devices."""
+    for group in tied_params:
+        places = {name: lookup(device_map, name) for name in group}
+        if len(set(places.values())) > 1:
+            warnings.warn(
+                f"Tied parameters lie on different devices: {places!r}. They will not be one tensor any more; "
+                "give their modules one device to keep them tied.",
+                stacklevel=2,
+            )

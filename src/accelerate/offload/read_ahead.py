@@ -1,4 +1,4 @@
-"""Offloaded weights fetched before the module that needs them runs, within a budget of memory."""
+"""Read-ahead: stored weights loaded before the module that needs them runs, within a budget of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -16,37 +17,137 @@ from typing import Any
 import torch
 
 from accelerate._base.errors import AccelerateError
+from accelerate._base.helpers import Choice
 from accelerate.devices.copy_lane import CopyLane
-from accelerate.offload import advice
-from accelerate.offload.budget import Budget, choose_budget
-from accelerate.offload.mapped import MappedFile, OpenFiles
-from accelerate.offload.route import Route
-from accelerate.offload.store import OffloadedWeightsLoader
-from accelerate.offload.travelling import TravellingWeight, Where
+from accelerate.offload.memory import convert_file_size_to_int, free_memory_of
+from accelerate.offload.places import HOST
+from accelerate.offload.store import OffloadedWeightsLoader, OpenFiles
+from accelerate.offload.stored import LoadedTensor, LoadState, MappedFile
 from accelerate.runtime.memory import trim_holes
 
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-WINDOW = 512 * 2**20
-"""How many bytes are asked for ahead of the module that runs: enough for any disk to be busy."""
+BYTES_AHEAD = 512 * 2**20
+"""How many bytes are requested ahead of the module that runs: enough for any disk to be busy."""
 FEWEST_AHEAD = 16
-"""How many modules are asked for ahead even if they are larger than the window."""
+"""How many modules are requested ahead even if they are larger than that."""
 MOST_AHEAD = 512
-HOLES = 64 * 2**20
+TRIM_ABOVE = 64 * 2**20
 """How much host memory that activations left behind may lie idle."""
-LOOK_AFTER = 32 * 2**20
+TRIM_INTERVAL = 32 * 2**20
 """How many bytes of weights pass between two looks at it, each of which takes as long as a small module."""
+MAPPED_SHARE = 2
+"""One in so many bytes of the free memory may hold pages of weight files, which the system can always take back."""
+COPIED_SHARE = 64
+"""One in so many bytes of the free memory may hold copies of weights, which nobody else can use."""
+DEVICE_SHARE = 8
+"""The same on an accelerator, where nothing else of an offloaded model lies."""
 _BATCH = 16
-_SECONDS_TO_LEAVE = 5.0
+_JOIN_SECONDS = 5.0
+_MOST_THREADS = 64
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The bytes of weights that may be in memory at a time.
+
+    Args:
+        mapped: Pages of files; they count as cache of the system, not as memory of the process.
+        copied: Copies: weights on an accelerator, or in another dtype than they are stored in.
+    """
+
+    mapped: int
+    copied: int
+
+
+def choose_budget(offload_memory: int | str | None, device: torch.device, largest: int) -> Choice[MemoryBudget]:
+    """Return the memory that weights may take on their way to a device.
+
+    Args:
+        offload_memory: Bytes or text like `"2GB"`, as the user wants it; measured if not given.
+        largest: The bytes of the largest module. A module that runs and the one that comes next always have room.
+    """
+    import psutil
+
+    floor = 2 * largest
+    if offload_memory is not None:
+        limit = convert_file_size_to_int(offload_memory)
+        return Choice(MemoryBudget(max(limit, floor), max(limit, floor)), f"offload_memory={offload_memory!r}")
+    free: int = psutil.virtual_memory().available
+    copied = free // COPIED_SHARE
+    if device.type != HOST:
+        copied = free_memory_of(device, free) // DEVICE_SHARE
+    budget = MemoryBudget(mapped=max(free // MAPPED_SHARE, floor), copied=max(copied, floor))
+    return Choice(budget, f"{free} bytes of memory are free")
+
+
+class CallOrder:
+    """Predict which module runs next: from the order in the model at first, then from the calls.
+
+    Modules are numbered. What followed the same two modules the last time is expected again, then what followed the last
+    one, then what follows it in the model: so a module that is used twice in a pass, each time before another one, is
+    predicted rightly both times.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[int, int] = {}
+        self._after_two: dict[tuple[int | None, int], int] = {}
+        self._last: dict[int, tuple[int | None, int]] = {}
+        self._ahead: deque[int] = deque()
+        self._end: tuple[int | None, int] | None = None
+        self.length = 0
+
+    def add(self) -> int:
+        """Add a module behind the last one of the model, and return its number."""
+        number = self.length
+        if number:
+            self._after[number - 1] = number
+        self._after[number] = 0  # after a pass comes the next one
+        self.length += 1
+        return number
+
+    def record(self, module: int) -> bool:
+        """Note that this thread runs a module now, and return whether that was predicted."""
+        thread = threading.get_ident()
+        before = self._last.get(thread)
+        if before is None and len(self._last) > _MOST_THREADS:
+            self._last.clear()
+        if before is not None:
+            self._after[before[1]] = module
+            self._after_two[before] = module
+        now = (None if before is None else before[1], module)
+        self._last[thread] = now
+        predicted = bool(self._ahead) and self._ahead[0] == module
+        if predicted:
+            self._ahead.popleft()
+        else:
+            self._ahead.clear()
+        if not self._ahead:
+            self._end = now
+        return predicted
+
+    @property
+    def num_ahead(self) -> int:
+        """How many modules from here `predict` has accepted."""
+        return len(self._ahead)
+
+    def predict(self, accept: Callable[[int], bool]) -> None:
+        """Go through the modules that come next and were not yet accepted, until `accept` says no to one."""
+        while self._end is not None and len(self._ahead) < self.length:
+            following = self._after_two.get(self._end, self._after.get(self._end[1]))
+            if following is None or not accept(following):
+                return
+            self._ahead.append(following)
+            self._end = (self._end[1], following)
 
 
 @dataclass(eq=False)
-class Stop:
+class ModuleWeights:
     """What one module needs while it runs."""
 
     number: int
-    weights: tuple[TravellingWeight, ...]
+    tensors: tuple[LoadedTensor, ...]
     files: tuple[MappedFile, ...]
     nbytes: int
     origin: tuple[tuple[Mapping[str, Any], str, Any], ...]
@@ -57,29 +158,29 @@ class Stop:
 
 
 @dataclass(eq=False)
-class _Ledger:
+class _MemoryPool:
     """The weights that take memory of one kind, and how much of it there may be."""
 
     limit: int = 0
     used: int = 0
-    present: set[TravellingWeight] = field(default_factory=set)
+    tensors: set[LoadedTensor] = field(default_factory=set)
     full_at: int = -1
 
-    def add(self, weight: TravellingWeight) -> None:
-        self.present.add(weight)
+    def add(self, weight: LoadedTensor) -> None:
+        self.tensors.add(weight)
         self.used += weight.nbytes
 
-    def remove(self, weight: TravellingWeight) -> None:
-        self.present.discard(weight)
+    def remove(self, weight: LoadedTensor) -> None:
+        self.tensors.discard(weight)
         self.used -= weight.nbytes
 
 
 class ReadAhead:
-    """Fetch the weights of the modules that come next while one runs.
+    """Load the weights of the modules that come next while one runs.
 
-    Threads read what the route foresees. When the budget is used up, the weights go whose next use is furthest away:
-    of a model that is larger than the budget one part stays in memory, and the rest passes through. A module that
-    was not foreseen fetches its weights itself, so a wrong guess costs time and nothing else.
+    Threads load what the call order predicts. When the budget is used up, the weights go whose next use is furthest
+    away: of a model that is larger than the budget one part stays in memory, and the rest passes through. A module that
+    was not predicted loads its weights itself, so a wrong guess costs time and nothing else.
 
     Args:
         weights: Where the weights are stored.
@@ -87,24 +188,24 @@ class ReadAhead:
     """
 
     def __init__(self, weights: OffloadedWeightsLoader, offload_memory: int | str | None = None) -> None:
-        self.source = weights
-        self._wish = offload_memory
-        self._files = OpenFiles()
-        self._weights: dict[Any, TravellingWeight] = {}
-        self._stops: list[Stop] = []
-        self._route = Route()
-        self._mapped, self._copied = _Ledger(), _Ledger()
+        self.store = weights
+        self._offload_memory = offload_memory
+        self._files: OpenFiles = {}
+        self._tensors: dict[Any, LoadedTensor] = {}
+        self._modules: list[ModuleWeights] = []
+        self._call_order = CallOrder()
+        self._mapped, self._copied = _MemoryPool(), _MemoryPool()
         self._clock = 0
-        self._passed = 0
+        self._bytes_run = 0
         self._bytes_ahead = 0
-        self._window, self._fewest = WINDOW, FEWEST_AHEAD
+        self._most_bytes_ahead, self._fewest_ahead = BYTES_AHEAD, FEWEST_AHEAD
         self._lock = threading.RLock()
         self._arrival = threading.Condition(self._lock)
-        self._queue: SimpleQueue[TravellingWeight | None] = SimpleQueue()
+        self._queue: SimpleQueue[LoadedTensor | None] = SimpleQueue()
         self._process: int | None = None
 
-    def register(self, wanted: Sequence[tuple[str, torch.dtype]], device: torch.device) -> Stop:
-        """Add a module, in the order of the model, and return what it passes to `enter` and `leave`.
+    def register(self, wanted: Sequence[tuple[str, torch.dtype]], device: torch.device) -> ModuleWeights:
+        """Add a module, in the order of the model, and return what it passes to `acquire` and `release`.
 
         Args:
             wanted: The names of its weights in the store, and what they are used as.
@@ -112,235 +213,230 @@ class ReadAhead:
         Raises:
             ConfigurationError: If a weight's file is missing, cut off or another one.
         """
-        weights = tuple(self._weight(name, dtype, device) for name, dtype in wanted)
-        files = tuple({weight.found.file: None for weight in weights if weight.found.file is not None})
-        nbytes = sum(weight.nbytes for weight in weights)
-        origin = tuple(self.source.origin(name) for name, _ in wanted)
-        stop = Stop(self._route.extend(), weights, files, nbytes, origin)
-        self._stops.append(stop)
-        return stop
-
-    def _weight(self, name: str, dtype: torch.dtype, device: torch.device) -> TravellingWeight:
-        # Tied weights are one weight under several names.
-        identity = self.source.identity(name)
-        key = (name if identity is None else identity, dtype, device)
-        if key not in self._weights:
-            self._weights[key] = TravellingWeight(self.source.find(name, self._files), device, dtype)
-        return self._weights[key]
+        tensors: list[LoadedTensor] = []
+        for name, dtype in wanted:
+            identity = self.store.identity(name)  # which tied weights have in common
+            key = (name if identity is None else identity, dtype, device)
+            if key not in self._tensors:
+                self._tensors[key] = LoadedTensor(self.store.find(name, self._files), device, dtype)
+            tensors.append(self._tensors[key])
+        files = tuple({tensor.stored.file: None for tensor in tensors if tensor.stored.file is not None})
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        origin = tuple(self.store.origin(name) for name, _ in wanted)
+        weights = ModuleWeights(self._call_order.add(), tuple(tensors), files, nbytes, origin)
+        self._modules.append(weights)
+        return weights
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> MemoryBudget:
         """The memory that weights may take; what is measured is measured at the first call of the model."""
-        return Budget(self._mapped.limit, self._copied.limit)
+        return MemoryBudget(self._mapped.limit, self._copied.limit)
 
     @property
-    def used(self) -> Budget:
+    def used(self) -> MemoryBudget:
         """The memory that weights take now."""
-        return Budget(self._mapped.used, self._copied.used)
+        return MemoryBudget(self._mapped.used, self._copied.used)
 
-    def enter(self, stop: Stop) -> list[torch.Tensor]:
-        """Return the weights of a module that is about to run, and ask for those of the modules after it.
+    def acquire(self, module: ModuleWeights) -> list[torch.Tensor]:
+        """Return the weights of a module that is about to run, and request those of the modules after it.
 
         Raises:
             UsageError: If a file was changed since it was mapped.
         """
-        for file in stop.files:
+        for file in module.files:
             file.check()
         with self._lock:
             if self._process != os.getpid():
-                self._begin()
+                self._start()
             self._clock += 1
-            self._bytes_ahead = self._bytes_ahead - stop.nbytes if self._route.visit(stop.number) else 0
-            for weight in stop.weights:
-                weight.use(self._clock)
-                if weight.where is Where.AWAY:  # it was not foreseen, and comes before what is
-                    self._make_room(self._ledger(weight), weight.nbytes, needed_at=self._clock)
-                    self._ledger(weight).add(weight)
-                    weight.where = Where.ASKED
-            self._route.look_ahead(self._ask)
+            self._bytes_ahead = self._bytes_ahead - module.nbytes if self._call_order.record(module.number) else 0
+            for tensor in module.tensors:
+                tensor.use(self._clock)
+                if tensor.state is LoadState.UNLOADED:  # it was not predicted, and comes before what is
+                    pool = self._pool(tensor)
+                    self._make_room(pool, tensor.nbytes, needed_at=self._clock)
+                    pool.add(tensor)
+                    tensor.state = LoadState.REQUESTED
+            self._call_order.predict(self._request)
         try:
-            return [self._take(weight) for weight in stop.weights]
+            return [self._loaded(tensor) for tensor in module.tensors]
         except BaseException:
-            self.leave(stop)
+            self.release(module)
             raise
 
-    def leave(self, stop: Stop) -> None:
+    def release(self, module: ModuleWeights) -> None:
         """Note that a module has run."""
         with self._lock:
-            for weight in stop.weights:
-                weight.users -= 1
-            for ledger in (self._mapped, self._copied):
-                if ledger.used > ledger.limit:
-                    self._make_room(ledger, 0, needed_at=-1)
-            self._passed += stop.nbytes
-            looks = self._passed >= LOOK_AFTER and any(weight.device.type == "cpu" for weight in stop.weights)
-            if looks:
-                self._passed = 0
-        if looks:
-            trim_holes(HOLES)
+            for tensor in module.tensors:
+                tensor.users -= 1
+            for pool in (self._mapped, self._copied):
+                if pool.used > pool.limit:
+                    self._make_room(pool, 0, needed_at=-1)
+            self._bytes_run += module.nbytes
+            trims = self._bytes_run >= TRIM_INTERVAL and any(tensor.device.type == HOST for tensor in module.tensors)
+            if trims:
+                self._bytes_run = 0
+        if trims:
+            trim_holes(TRIM_ABOVE)
 
-    def keep(self, stop: Stop) -> None:
-        """Never give the weights of a module up again, because it has them for good."""
+    def pin(self, module: ModuleWeights) -> None:
+        """Never unload the weights of a module again, because it has them for good."""
         with self._lock:
-            for weight in stop.weights:
-                weight.kept = True
+            for tensor in module.tensors:
+                tensor.pinned = True
 
-    def _begin(self) -> None:
-        """Start the threads, in a forked process again."""
+    def _start(self) -> None:
+        """Choose the budget and start the threads, in a forked process again."""
         largest: dict[torch.device, int] = {}
-        for stop in self._stops:
-            for device in {weight.device for weight in stop.weights}:
-                largest[device] = max(largest.get(device, 0), stop.nbytes)
-        choices = [choose_budget(self._wish, device, size) for device, size in largest.items()]
+        for module in self._modules:
+            for device in {tensor.device for tensor in module.tensors}:
+                largest[device] = max(largest.get(device, 0), module.nbytes)
+        choices = [choose_budget(self._offload_memory, device, size) for device, size in largest.items()]
         self._mapped.limit = max((choice.value.mapped for choice in choices), default=0)
         self._copied.limit = max((choice.value.copied for choice in choices), default=0)
-        logger.info("Offloaded weights: %s", "; ".join(map(str, choices)))
-        self._set_window()
+        for choice in choices:
+            logger.info("Offloaded weights: %s", choice)
         lanes: dict[torch.device, CopyLane | None] = {}
-        for weight in self._weights.values():
-            weight.start_lane(lanes)
-            if weight.where in (Where.ASKED, Where.COMING):
-                self._ledger(weight).remove(weight)
-                weight.where = Where.AWAY
+        wanted = {id(self._mapped): 0, id(self._copied): 0}
+        for tensor in self._tensors.values():
+            pool = self._pool(tensor)
+            wanted[id(pool)] += tensor.nbytes
+            tensor.use_lane(lanes)
+            if tensor.state in (LoadState.REQUESTED, LoadState.LOADING):
+                pool.remove(tensor)
+                tensor.state = LoadState.UNLOADED
+        for pool in (self._mapped, self._copied):
+            if wanted[id(pool)] > pool.limit:  # not everything fits: most of the budget is for what can stay
+                self._most_bytes_ahead = min(self._most_bytes_ahead, pool.limit // 4)
+                self._fewest_ahead = 1
         self._queue = SimpleQueue()
         self._process = os.getpid()
+        if all(tensor.is_held for tensor in self._tensors.values()):
+            return
         # Threads take turns on a lane, so more than one would wait.
         num_threads = 1 if any(lane is not None for lane in lanes.values()) else NUM_THREADS
-        if any(not weight.is_held for weight in self._weights.values()):
-            for _ in range(num_threads):
-                thread = threading.Thread(
-                    target=_serve, args=(weakref.ref(self), self._queue), name="accelerate-read-ahead", daemon=True
-                )
-                _threads[thread] = self._queue
-                thread.start()
-            weakref.finalize(self, _stop, self._queue, num_threads)
+        for _ in range(num_threads):
+            thread = threading.Thread(
+                target=_load_requested, args=(weakref.ref(self), self._queue), name="accelerate-read-ahead", daemon=True
+            )
+            _threads[thread] = self._queue
+            thread.start()
+        weakref.finalize(self, _stop, self._queue, num_threads)
 
-    def _set_window(self) -> None:
-        """Look far ahead where everything fits; where it does not, keep most of the budget for what can stay."""
-        for ledger in (self._mapped, self._copied):
-            wanted = sum(weight.nbytes for weight in self._weights.values() if self._ledger(weight) is ledger)
-            if wanted > ledger.limit:
-                self._window, self._fewest = min(self._window, ledger.limit // 4), 1
+    def _pool(self, tensor: LoadedTensor) -> _MemoryPool:
+        return self._mapped if tensor.in_place else self._copied
 
-    def _ledger(self, weight: TravellingWeight) -> _Ledger:
-        return self._mapped if weight.in_place else self._copied
-
-    def _ask(self, number: int) -> bool:
-        """Ask for the weights of a stop ahead, and return whether there was room for them."""
-        ahead = self._route.ahead
-        if ahead >= MOST_AHEAD or (self._bytes_ahead >= self._window and ahead >= self._fewest):
+    def _request(self, number: int) -> bool:
+        """Request the weights of a module ahead, and return whether there was room for them."""
+        ahead = self._call_order.num_ahead
+        if ahead >= MOST_AHEAD or (self._bytes_ahead >= self._most_bytes_ahead and ahead >= self._fewest_ahead):
             return False
-        stop, time = self._stops[number], self._clock + ahead + 1
-        for weight in stop.weights:
-            weight.expected_at = time
-            if weight.where is Where.AWAY:
-                ledger = self._ledger(weight)
-                if not self._make_room(ledger, weight.nbytes, needed_at=time):
+        module, time = self._modules[number], self._clock + ahead + 1
+        for tensor in module.tensors:
+            tensor.expected_at = time
+            if tensor.state is LoadState.UNLOADED:
+                pool = self._pool(tensor)
+                if not self._make_room(pool, tensor.nbytes, needed_at=time):
                     return False
-                weight.where = Where.ASKED
-                ledger.add(weight)
-                self._queue.put(weight)
-        self._bytes_ahead += stop.nbytes
+                tensor.state = LoadState.REQUESTED
+                pool.add(tensor)
+                self._queue.put(tensor)
+        self._bytes_ahead += module.nbytes
         return True
 
-    def _make_room(self, ledger: _Ledger, nbytes: int, needed_at: int) -> bool:
-        """Give up weights that are used later than `needed_at`, and return whether `nbytes` fit now."""
-        if ledger.used + nbytes <= ledger.limit:
+    def _make_room(self, pool: _MemoryPool, nbytes: int, needed_at: int) -> bool:
+        """Unload what is used later than `needed_at`, and return whether `nbytes` fit now."""
+        if pool.used + nbytes <= pool.limit:
             return True
-        if needed_at > self._clock == ledger.full_at:
+        if needed_at > self._clock == pool.full_at:
             return False  # looked through already for what comes later
-        # More than is needed, so that the list is not made again for every weight.
-        target = ledger.limit - nbytes - (ledger.limit // _BATCH if needed_at >= 0 else 0)
-        slack = len(self._stops)
-        given_up = [w for w in ledger.present if w.where is Where.HERE and not w.users and not w.kept]
-        due = {weight: weight.next_use(self._clock, slack) for weight in given_up}
-        for weight in sorted(given_up, key=due.__getitem__, reverse=True):
-            if ledger.used <= target or due[weight] <= needed_at:
+        # More than is needed, so that the list is not made again for every tensor.
+        target = pool.limit - nbytes - (pool.limit // _BATCH if needed_at >= 0 else 0)
+        slack = len(self._modules)
+        idle = [each for each in pool.tensors if each.state is LoadState.LOADED and not each.users and not each.pinned]
+        due = {tensor: tensor.next_use(self._clock, slack) for tensor in idle}
+        for tensor in sorted(idle, key=due.__getitem__, reverse=True):
+            if pool.used <= target or due[tensor] <= needed_at:
                 break
-            if weight.was_changed():
-                weight.kept = True  # the file does not have what was written to it
+            if tensor.was_changed():
+                tensor.pinned = True  # the file does not have what was written to it
                 continue
-            ledger.remove(weight)
-            weight.give_up()
-        fits = ledger.used + nbytes <= ledger.limit
+            pool.remove(tensor)
+            tensor.unload()
+        fits = pool.used + nbytes <= pool.limit
         if not fits and needed_at > self._clock:
-            ledger.full_at = self._clock
+            pool.full_at = self._clock
         return fits
 
-    def _take(self, weight: TravellingWeight) -> torch.Tensor:
-        if weight.is_held:
-            return weight.take()
-        if weight.in_place:
-            self._announce(weight)
-            return weight.take()
+    def _loaded(self, tensor: LoadedTensor) -> torch.Tensor:
+        """Return a requested tensor; load it here if no thread has begun to."""
+        if tensor.is_held:
+            return tensor.value()
         with self._lock:
-            while weight.where is Where.COMING:
+            while tensor.state is LoadState.LOADING and not tensor.in_place:
                 self._arrival.wait()
-            if weight.where is Where.HERE:
-                return weight.take()
-            if weight.where is Where.AWAY:  # a thread could not fetch it
-                self._copied.add(weight)
-            weight.where = Where.COMING
-        self._fetch(weight)
-        return weight.take()
+            before = tensor.state
+            if before is LoadState.LOADED or (tensor.in_place and before is not LoadState.REQUESTED):
+                return tensor.value()
+            if tensor.in_place:
+                tensor.state = LoadState.LOADED
+            else:
+                tensor.state = LoadState.LOADING
+                if before is LoadState.UNLOADED:  # a thread could not load it
+                    self._copied.add(tensor)
+        if tensor.in_place:
+            tensor.stored.prefetch()  # the pages come while they are used
+        else:
+            self._load(tensor)
+        return tensor.value()
 
-    def _announce(self, weight: TravellingWeight) -> None:
-        """Let pages that no thread reads yet come while they are used."""
-        with self._lock:
-            if weight.where is not Where.ASKED:
-                return
-            weight.where = Where.HERE
-        advice.announce(weight.found.tensor)
-
-    def _fetch(self, weight: TravellingWeight) -> None:
-        """Fetch a weight that is marked as coming."""
+    def _load(self, tensor: LoadedTensor) -> None:
+        """Load a tensor that is marked so."""
         arrived = False
         try:
-            weight.fetch()
+            tensor.load()
             arrived = True
         finally:
             with self._lock:
                 if not arrived:
-                    self._ledger(weight).remove(weight)
-                weight.where = Where.HERE if arrived else Where.AWAY
+                    self._pool(tensor).remove(tensor)
+                tensor.state = LoadState.LOADED if arrived else LoadState.UNLOADED
                 self._arrival.notify_all()
 
-    def serve(self, weight: TravellingWeight) -> None:
-        """Fetch a weight that was asked for, unless the module that needs it came first."""
+    def load_requested(self, tensor: LoadedTensor) -> None:
+        """Load a tensor that was requested, unless the module that needs it came first."""
         with self._lock:
-            if weight.where is not Where.ASKED:
+            if tensor.state is not LoadState.REQUESTED:
                 return
-            weight.where = Where.COMING
+            tensor.state = LoadState.LOADING
         try:
-            self._fetch(weight)
+            self._load(tensor)
         except (AccelerateError, RuntimeError, OSError) as error:
-            # The module that needs it fetches it itself, and tells its caller.
+            # The module that needs it loads it itself, and tells its caller.
             logger.debug("A weight could not be read ahead: %s", error)
 
 
-_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[TravellingWeight | None]] = (
-    weakref.WeakKeyDictionary()
-)
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[LoadedTensor | None]] = weakref.WeakKeyDictionary()
 
 
-def _serve(engine: weakref.ref[ReadAhead], queue: SimpleQueue[TravellingWeight | None]) -> None:
-    """Fetch what is asked for, for as long as the engine is in use."""
-    while (weight := queue.get()) is not None:
+def _load_requested(engine: weakref.ref[ReadAhead], queue: SimpleQueue[LoadedTensor | None]) -> None:
+    """Load what is requested, for as long as the engine is in use."""
+    while (tensor := queue.get()) is not None:
         owner = engine()
         if owner is None:
             return
-        owner.serve(weight)
-        del owner, weight
+        owner.load_requested(tensor)
+        del owner, tensor
 
 
-def _stop(queue: SimpleQueue[TravellingWeight | None], num_threads: int) -> None:
+def _stop(queue: SimpleQueue[LoadedTensor | None], num_threads: int) -> None:
     for _ in range(num_threads):
         queue.put(None)
 
 
 @atexit.register
 def _stop_all() -> None:
-    """Wait for what is being fetched: a thread inside torch when the interpreter goes down aborts the process."""
+    """Wait for what is being loaded: a thread inside torch when the interpreter goes down aborts the process."""
     running = dict(_threads)
     for thread, queue in running.items():
         if thread.is_alive():
@@ -349,4 +445,4 @@ def _stop_all() -> None:
                     queue.get_nowait()
             _stop(queue, NUM_THREADS)
     for thread in running:
-        thread.join(_SECONDS_TO_LEAVE)
+        thread.join(_JOIN_SECONDS)

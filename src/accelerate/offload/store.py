@@ -1,4 +1,4 @@
-"""The folder and the mappings from which offloaded weights are read."""
+"""The offload folder with its index, and the mappings that read stored weights by name."""
 
 from __future__ import annotations
 
@@ -11,57 +11,74 @@ from typing import Any, TypeAlias
 import torch
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.mapped import FoundWeight, OpenFiles
-from accelerate.offload.places import Place, as_device
-from accelerate.offload.sizes import resolve_dtype
-from accelerate.offload.tensors import identity_in_memory
+from accelerate.offload.places import Place, as_device, prefixes
+from accelerate.offload.safetensors_format import tensor_bytes
+from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
+from accelerate.offload.tensors import identity_in_memory, resolve_dtype
 from accelerate.runtime.atomic import atomic_file
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
 
+OpenFiles: TypeAlias = dict[str, SafetensorsFile | RawFile]
+"""The weight files that are mapped, each once, by path."""
+
 INDEX_NAME = "index.json"
+BESIDE_WEIGHTS = ("SCB", "weight_format")
+"""The last parts of names of what is stored beside a quantised weight, and read with it: its scales and its layout."""
 
 
-def _raw_file(folder: str | os.PathLike[str], weight_name: str) -> Path:
-    return Path(folder) / f"{weight_name}.dat"
+def scales_name(weight_name: str) -> str:
+    """Return the name of the scales that belong to a weight; the empty name for other tensors, which have none."""
+    return f"{weight_name.removesuffix('weight')}SCB" if weight_name.endswith("weight") else ""
+
+
+def quantisation_statistics(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return, for each weight in 4 bits of a file, the names of what is stored beside it: `"layer.weight.absmax"`."""
+    present = set(names)
+    found: dict[str, list[str]] = {}
+    for name in present:
+        layer, dot, _ = name.rpartition(".weight.")
+        weight = f"{layer}.weight" if dot else "weight"
+        if weight in present and name.startswith(f"{weight}."):
+            found.setdefault(weight, []).append(name)
+    return found
 
 
 def offload_weight(
     weight: torch.Tensor,
     weight_name: str,
-    offload_folder: str | os.PathLike[str],
+    offload_folder: FilePath,
     index: MutableMapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
     """Write the bytes of a weight to its own file, and note its dtype and shape in `index`."""
-    data = weight.detach().cpu().contiguous().reshape(-1)
-    data.view(torch.uint8).numpy().tofile(_raw_file(offload_folder, weight_name))
+    data = tensor_bytes(weight) if weight.numel() else b""
+    (Path(offload_folder) / f"{weight_name}.dat").write_bytes(data)
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
 
 
-def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: WeightInfo) -> torch.Tensor:
+def load_offloaded_weight(weight_file: FilePath, weight_info: WeightInfo) -> torch.Tensor:
     """Return the weight of a raw file.
 
     The file is mapped, so its bytes are read when they are used; writing to the tensor does not change the file.
     """
-    found = OpenFiles().find_raw(weight_file, tuple(weight_info["shape"]), resolve_dtype(weight_info["dtype"]))
-    return found.tensor
+    return RawFile(weight_file, tuple(weight_info["shape"]), resolve_dtype(weight_info["dtype"])).find().tensor
 
 
-def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_offload_index(folder: FilePath) -> dict[str, Any]:
     """Return the entries of a folder's index."""
     index: dict[str, Any] = json.loads((Path(folder) / INDEX_NAME).read_text(encoding="utf-8"))
     return index
 
 
-def has_offload_index(folder: str | os.PathLike[str] | None) -> bool:
+def has_offload_index(folder: FilePath | None) -> bool:
     """Return whether a folder holds offloaded weights."""
     return folder is not None and (Path(folder) / INDEX_NAME).is_file()
 
 
-def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: FilePath) -> None:
     """Add entries to the index of a folder; nothing happens for an empty index."""
     if not index:
         return
@@ -71,7 +88,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
         partial.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 
-def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+def offload_state_dict(save_dir: FilePath, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write every weight of a state dict to a folder, with its index."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
@@ -85,14 +102,7 @@ def extract_submodules_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the entries that are one of the given names or lie below one."""
     wanted = set(submodule_names)
-    if "" in wanted:
-        return dict(state_dict)
-    return {name: weight for name, weight in state_dict.items() if _lies_below(name, wanted)}
-
-
-def _lies_below(name: str, wanted: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:end]) in wanted for end in range(1, len(parts) + 1))
+    return {name: weight for name, weight in state_dict.items() if not wanted.isdisjoint(prefixes(name))}
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -131,7 +141,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __init__(
         self,
         state_dict: Mapping[str, torch.Tensor] | None = None,
-        save_folder: str | os.PathLike[str] | None = None,
+        save_folder: FilePath | None = None,
         index: Mapping[str, Any] | None = None,
         device: Place | None = None,
     ) -> None:
@@ -146,7 +156,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = read_offload_index(save_folder)
         self.index: Mapping[str, Any] = {} if index is None else index
         self.device = device
-        self._files = OpenFiles()
+        self._files: OpenFiles = {}
         self.all_keys = list(dict.fromkeys((*self.state_dict, *self.index)))
         self.aliases: dict[str, str] = {}
 
@@ -159,21 +169,16 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.all_keys = list(dict.fromkeys((*self.all_keys, *self.aliases)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": None}  # a mapping belongs to one process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _files=OpenFiles())
+        return {**self.__dict__, "_files": {}}  # a mapping belongs to one process
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        found = self.find(key, self._files)
-        if found.file is None:
-            return found.tensor
-        found.file.check()
-        device = None if self.device is None or not self._is_in_safetensors(key) else as_device(self.device)
-        return found.tensor.to(device, found.dtype)
-
-    def _is_in_safetensors(self, key: str) -> bool:
-        return self.index[self.aliases.get(key, key)].get("safetensors_file") is not None
+        stored = self.find(key, self._files)
+        if stored.file is None:
+            return stored.tensor
+        stored.file.check()
+        in_safetensors = isinstance(stored.file, SafetensorsFile)
+        device = as_device(self.device) if self.device is not None and in_safetensors else None
+        return stored.tensor.to(device, stored.dtype)
 
     def origin(self, key: str) -> tuple[Mapping[str, Any], str, Any]:
         """Return the table that a weight is listed in, its name there, and its entry."""
@@ -181,11 +186,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         table: Mapping[str, Any] = self.state_dict if key in self.state_dict else self.index
         return table, key, table[key]
 
-    def find(self, key: str, files: OpenFiles) -> FoundWeight:
-        """Return a weight as it is stored, with what is known about it.
+    def find(self, key: str, files: OpenFiles) -> StoredTensor:
+        """Return where a weight is stored.
 
         Args:
-            files: Where the files that are mapped for it are kept.
+            files: Gets the files that are mapped for it.
 
         Raises:
             KeyError: If there is no such weight.
@@ -193,18 +198,24 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """
         key = self.aliases.get(key, key)
         if key in self.state_dict:
-            held = self.state_dict[key]
-            return FoundWeight(held, held.dtype)
+            return StoredTensor.in_memory(self.state_dict[key])
         entry: WeightInfo = self.index[key]
-        if entry.get("safetensors_file") is not None:
-            dtype = resolve_dtype(entry["dtype"]) if "dtype" in entry else None
-            return files.find_in_safetensors(entry["safetensors_file"], entry.get("weight_name", key), dtype)
+        path = entry.get("safetensors_file")
+        if path is not None:
+            file = files.get(os.fspath(path))
+            if not isinstance(file, SafetensorsFile):
+                file = files[os.fspath(path)] = SafetensorsFile(path)
+            return file.find(entry.get("weight_name", key), resolve_dtype(entry["dtype"]) if "dtype" in entry else None)
         if self.save_folder is None:
             raise ConfigurationError(
                 f"The index has {key!r} as a raw file, and no save_folder says where that file lies. "
                 "Pass the folder that the weights were offloaded to."
             )
-        return files.find_raw(_raw_file(self.save_folder, key), tuple(entry["shape"]), resolve_dtype(entry["dtype"]))
+        path = os.fspath(Path(self.save_folder) / f"{key}.dat")
+        raw = files.get(path)
+        if not isinstance(raw, RawFile):
+            raw = files[path] = RawFile(path, tuple(entry["shape"]), resolve_dtype(entry["dtype"]))
+        return raw.find()
 
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index or key in self.aliases

@@ -10,7 +10,7 @@ import torch
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.ties import find_tied_parameters
+from accelerate.offload.tensors import find_tied_parameters
 from accelerate.parallel.mesh import has_axis
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate.offload.converted import Wanted, write_converted
-from accelerate.offload.loading import load_checkpoint_in_model
-from accelerate.offload.mapped import ALIGNMENT, SafetensorsFile
+from accelerate.offload.loading import TorchFile, convert_weights, load_checkpoint_in_model
 from accelerate.offload.store import OffloadedWeightsLoader
+from accelerate.offload.stored import ALIGNMENT, SafetensorsFile
 
 
 def net(**kwargs: str) -> nn.Module:
@@ -54,8 +53,8 @@ def test_other_formats_and_smaller_dtypes_are_written_once(name: str, tmp_path: 
     assert files(folder) == ["index.json", "w.offload.safetensors"]
     written = load_file(folder / "w.offload.safetensors")
     assert all(torch.equal(written[key], value.to(torch.bfloat16)) for key, value in state.items())
-    stored = SafetensorsFile(folder / "w.offload.safetensors").layout
-    assert min(entry.start for entry in stored.values()) % ALIGNMENT == 0
+    converted = SafetensorsFile(folder / "w.offload.safetensors")
+    assert min(converted.find(key).offset for key in converted.names()) % ALIGNMENT == 0
     loader = OffloadedWeightsLoader(save_folder=folder)
     assert torch.equal(loader["0.weight"], source[0].weight.to(torch.bfloat16))
     inode = (folder / "w.offload.safetensors").stat().st_ino
@@ -78,32 +77,35 @@ def test_a_larger_dtype_is_made_while_the_model_runs(tmp_path: Path) -> None:
     assert torch.equal(OffloadedWeightsLoader(save_folder=folder)["0.weight"], source[0].weight.float())
 
 
-def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
-    source = tmp_path / "w.bin"
-    source.touch()
-    wanted = [Wanted("a", (2,), torch.float32), Wanted("b", (2,), torch.float32)]
+def test_a_failure_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "w.bin")
+    source = TorchFile(tmp_path / "w.bin")
+    wanted = {name: torch.empty(2, device="meta") for name in "ab"}
 
-    def read(name: str) -> torch.Tensor:
+    def fail(name: str, device: torch.device) -> torch.Tensor:
         if name == "b":
             raise ZeroDivisionError
         return torch.ones(2)
 
     folder = tmp_path / "o"
     folder.mkdir()
-    with pytest.raises(ZeroDivisionError):
-        write_converted(source, folder, wanted, read)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(source, "read", fail)
+        convert_weights(source, folder, wanted)
     assert files(folder) == []
-    path = write_converted(source, folder, wanted, lambda name: torch.ones(2))
+    path = convert_weights(source, folder, wanted)
     assert load_file(path)["b"].sum() == 2
     path.write_bytes(path.read_bytes()[:-1])  # a copy that was cut is made again
-    assert write_converted(source, folder, wanted, lambda name: torch.zeros(2)) == path
+    monkeypatch.setattr(source, "read", lambda name, device: torch.zeros(2))
+    assert convert_weights(source, folder, wanted) == path
     assert load_file(path)["b"].sum() == 0
 
 
 def test_a_dtype_without_a_name_in_the_format_is_told(tmp_path: Path) -> None:
-    (tmp_path / "w.bin").touch()
+    torch.save({"a": torch.ones(1, dtype=torch.complex128)}, tmp_path / "w.bin")
+    source = TorchFile(tmp_path / "w.bin")
     with pytest.raises(ValueError, match=r"'a'.*complex128"):
-        write_converted(tmp_path / "w.bin", tmp_path, [Wanted("a", (1,), torch.complex128)], lambda name: torch.ones(1))
+        convert_weights(source, tmp_path, {"a": source.like("a")})
 
 
 def test_shapes_that_differ_are_named_before_anything_is_placed(tmp_path: Path) -> None:

@@ -13,9 +13,18 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.estimate import Model, TrainingMemory, in_layout, per_rank, training_memory
-from accelerate.offload.inventory import layer_of, read_tensors, tensors_of_model, weight_files
-from accelerate.offload.sizes import calculate_maximum_sizes
+from accelerate.offload.estimate import (
+    ModelTensors,
+    TrainingMemory,
+    in_layout,
+    layer_of,
+    per_rank,
+    read_tensors,
+    tensors_of_model,
+    training_memory,
+)
+from accelerate.offload.memory import calculate_maximum_sizes
+from accelerate.offload.weight_files import find_weight_files
 
 # 10*4 + 2*(3*5 + 5) = 80 floating-point elements and 7 integers of 8 bytes.
 TENSORS = {
@@ -35,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def model_at(path: Path) -> Model:
-    return Model(tuple(read_tensors(weight_files(path))))
+def model_at(path: Path) -> ModelTensors:
+    return ModelTensors(tuple(read_tensors(find_weight_files(path))))
 
 
 def write_header(path: Path, header: Any) -> None:
@@ -44,7 +53,7 @@ def write_header(path: Path, header: Any) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text)
 
 
-def check_sizes(model: Model) -> None:
+def check_sizes(model: ModelTensors) -> None:
     assert model.parameters == 80
     assert model.stored_bytes == STORED
     assert {dtype: model.total(dtype) for dtype in ("float32", "float16", "bfloat16", "int8")} == {
@@ -96,14 +105,14 @@ def test_files_of_torch_are_read_too_and_count_tied_weights_once(tmp_path: Path)
 
 def test_safetensors_come_before_files_of_torch(folder: Path) -> None:
     torch.save({"a": torch.zeros(1)}, folder / "pytorch_model.bin")
-    assert [file.name for file in weight_files(folder)] == ["model.safetensors"]
+    assert [file.name for file in find_weight_files(folder)] == ["model.safetensors"]
 
 
 def test_a_folder_with_several_files_and_no_index_is_not_guessed(tmp_path: Path) -> None:
     for name in ("first", "second"):
         save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigurationError, match=r"2 \.safetensors files"):
-        weight_files(tmp_path)
+        find_weight_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +180,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("whole", [["Block"], []])
 def test_a_model_agrees_with_the_sizes_of_its_modules(whole: list[str]) -> None:
     net = Net(whole)
-    model = Model(tuple(tensors_of_model(net)))
+    model = ModelTensors(tuple(tensors_of_model(net)))
     total, (largest, names) = calculate_maximum_sizes(net)
     assert model.total("float32") == total
     assert model.largest_layer("float32").bytes == largest
@@ -218,7 +227,7 @@ def test_one_process_sends_nothing(folder: Path) -> None:
 def test_buffers_are_not_trained(tmp_path: Path) -> None:
     norm = nn.BatchNorm1d(4)
     save_file(norm.state_dict(), tmp_path / "model.safetensors")
-    for model in (Model(tuple(tensors_of_model(norm))), model_at(tmp_path)):
+    for model in (ModelTensors(tuple(tensors_of_model(norm))), model_at(tmp_path)):
         assert model.parameters == 8
         # Two statistics of 4 elements and a counter of 8 bytes stay whole on each rank.
         assert per_rank(model, "float32", 4)["FSDP"].weights == 2 * 4 + 32 + 8
@@ -231,7 +240,7 @@ def test_what_cannot_be_trained_is_refused(folder: Path, dtype: str, processes: 
 
 
 def test_splitting_cuts_matrices_and_sharding_cuts_what_is_left() -> None:
-    model = Model(tuple(tensors_of_model(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)))))
+    model = ModelTensors(tuple(tensors_of_model(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)))))
     # 48 numbers in the matrix, 18 in vectors; statistics of 12 numbers and a counter are not trained.
     untrained = 12 * 4 + 8
     assert in_layout(model, "float32") == training_memory(model, "float32")
@@ -244,4 +253,4 @@ def test_splitting_cuts_matrices_and_sharding_cuts_what_is_left() -> None:
 @pytest.mark.parametrize(("dtype", "sizes"), [("float32", {"tp": 0}), ("float32", {"fsdp": -1}), ("int8", {"tp": 2})])
 def test_a_layout_that_cannot_train_is_refused(dtype: str, sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError):
-        in_layout(Model(()), dtype, **sizes)
+        in_layout(ModelTensors(()), dtype, **sizes)

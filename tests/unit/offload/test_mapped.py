@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from accelerate.offload.mapped import ALIGNMENT, SMALL, OpenFiles, RawFile, SafetensorsFile
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
+from accelerate.offload.stored import ALIGNMENT, SMALL, RawFile, SafetensorsFile
 from accelerate.offload.tensors import id_tensor_storage
 
 LARGE = SMALL // 4 + 100
@@ -48,11 +48,11 @@ def test_a_tensor_is_what_safetensors_reads(dtype: torch.dtype, shape: tuple[int
 
 def test_large_tensors_are_the_pages_of_the_file_and_small_ones_are_aligned(tmp_path: Path) -> None:
     path = write(tmp_path / "w.safetensors", large=torch.rand(LARGE), small=torch.rand(5))
-    files = OpenFiles()
-    large = files.find_in_safetensors(path, "large", None)
+    file = SafetensorsFile(path)
+    large = file.find("large")
     assert large.in_place
     assert large.tensor.data_ptr() % os.sysconf("SC_PAGESIZE") == large.offset % os.sysconf("SC_PAGESIZE")
-    small = files.find_in_safetensors(path, "small", None)
+    small = file.find("small")
     assert small.tensor.data_ptr() % ALIGNMENT == 0
     assert small.in_place is (small.offset % ALIGNMENT == 0)
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from accelerate.offload.offloaded import offloaded_weights
+from accelerate.hooks.offloaded import offloaded_weights
 from accelerate.offload.store import OffloadedWeightsLoader, PrefixedDataset, identity_of_stored, offload_state_dict
 
 

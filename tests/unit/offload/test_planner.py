@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelerate.offload.device_map import (
+from accelerate.offload.memory import compute_module_sizes, get_max_layer_size
+from accelerate.offload.places import (
     check_device_map,
     check_tied_parameters_on_same_device,
     clean_device_map,
+    lookup,
 )
-from accelerate.offload.places import lookup
-from accelerate.offload.planner import (
+from accelerate.offload.plan import (
     Planner,
     fallback_allocate,
     get_module_size_with_ties,
     infer_auto_device_map,
 )
-from accelerate.offload.sizes import compute_module_sizes, get_max_layer_size
-from accelerate.offload.tree import Tree
+from accelerate.offload.tensors import ModuleTree
 
 TraceFunction = Callable[[FrameType, str, object], object]
 
@@ -250,14 +250,14 @@ def test_planning_is_linear_in_the_number_of_modules(
 
 def test_each_module_is_walked_a_fixed_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     model, walks = many_layers(10), 0
-    add = Tree._add
+    add = ModuleTree._add
 
-    def counted(self: Tree, prefix: str, module: nn.Module, above: int) -> None:
+    def counted(self: ModuleTree, prefix: str, module: nn.Module, above: int) -> None:
         nonlocal walks
         walks += 1
         add(self, prefix, module, above)
 
-    monkeypatch.setattr(Tree, "_add", counted)
+    monkeypatch.setattr(ModuleTree, "_add", counted)
     infer_auto_device_map(model, {0: 1000, "cpu": 1000})
     assert walks == len(list(model.modules()))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate import init_empty_weights
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.quantised import scales_name
+from accelerate.offload.store import scales_name
 from accelerate.utils import BnbQuantizationConfig, has_4bit_bnb_layers, infer_auto_device_map, load_and_quantize_model
 from accelerate.utils import bnb as ours
 

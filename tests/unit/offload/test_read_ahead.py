@@ -16,17 +16,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload.budget import Budget, choose_budget
-from accelerate.offload.read_ahead import ReadAhead, Stop
+from accelerate.offload.read_ahead import MemoryBudget, ModuleWeights, ReadAhead, choose_budget
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
-from accelerate.offload.travelling import TravellingWeight, Where
+from accelerate.offload.stored import LoadedTensor, LoadState
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
 ROWS = 2**18  # a megabyte in float32: larger than what is copied for its alignment, and whole pages
 COUNT = 8
 SIZE = 4 * (ROWS + 8)
-ON_THE_WAY = (Where.ASKED, Where.COMING)
+PENDING = (LoadState.REQUESTED, LoadState.LOADING)
 
 
 def stored(path: Path, dtype: str = "float32") -> OffloadedWeightsLoader:
@@ -37,16 +36,16 @@ def stored(path: Path, dtype: str = "float32") -> OffloadedWeightsLoader:
 
 def engine(
     weights: OffloadedWeightsLoader, memory: int | str | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[ReadAhead, list[Stop]]:
+) -> tuple[ReadAhead, list[ModuleWeights]]:
     made = ReadAhead(weights, memory)
     return made, [made.register([(f"w{i}", dtype)], CPU) for i in range(COUNT)]
 
 
-def run(made: ReadAhead, stops: list[Stop], order: list[int]) -> None:
+def run(made: ReadAhead, modules: list[ModuleWeights], order: list[int]) -> None:
     for number in order:
-        (weight,) = made.enter(stops[number])
+        (weight,) = made.acquire(modules[number])
         assert weight.min() == weight.max() == number
-        made.leave(stops[number])
+        made.release(modules[number])
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -72,41 +71,41 @@ ORDERS = {
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_any_order_gives_the_right_weights(order: list[int], memory: int | None, dtype: str, tmp_path: Path) -> None:
     kind = getattr(torch, dtype)
-    made, stops = engine(stored(tmp_path / "w.safetensors", dtype), memory, kind)
-    run(made, stops, order)
+    made, modules = engine(stored(tmp_path / "w.safetensors", dtype), memory, kind)
+    run(made, modules, order)
     limit = made.budget.mapped if dtype == "float32" else made.budget.copied
     until(lambda: max(made.used.mapped, made.used.copied) <= limit)
 
 
 def test_weights_come_before_they_are_asked_for(tmp_path: Path) -> None:
-    made, stops = engine(stored(tmp_path / "w.safetensors", "float64"), "1GB", torch.float64)
-    run(made, stops, [0])
+    made, modules = engine(stored(tmp_path / "w.safetensors", "float64"), "1GB", torch.float64)
+    run(made, modules, [0])
     until(lambda: made.used.copied == COUNT * 2 * SIZE)
 
 
 def test_the_budget_holds_and_a_part_of_the_model_stays_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_up: list[TravellingWeight] = []
-    give_up = TravellingWeight.give_up
-    monkeypatch.setattr(TravellingWeight, "give_up", lambda weight: (given_up.append(weight), give_up(weight))[1])
-    made, stops = engine(stored(tmp_path / "w.safetensors"), 4 * SIZE)
+    unloaded: list[LoadedTensor] = []
+    unload = LoadedTensor.unload
+    monkeypatch.setattr(LoadedTensor, "unload", lambda weight: (unloaded.append(weight), unload(weight))[1])
+    made, modules = engine(stored(tmp_path / "w.safetensors"), 4 * SIZE)
     for _ in range(3):
-        given_up.clear()
+        unloaded.clear()
         for number in range(COUNT):
-            made.enter(stops[number])
-            until(lambda: not any(weight.where in ON_THE_WAY for stop in stops for weight in stop.weights))
+            made.acquire(modules[number])
+            until(lambda: not any(weight.state in PENDING for module in modules for weight in module.tensors))
             assert made.used.mapped <= 4 * SIZE
-            made.leave(stops[number])
-    assert made.budget == Budget(4 * SIZE, 4 * SIZE)
-    assert 0 < len(given_up) < COUNT  # giving up the oldest first would fetch every weight in every pass
+            made.release(modules[number])
+    assert made.budget == MemoryBudget(4 * SIZE, 4 * SIZE)
+    assert 0 < len(unloaded) < COUNT  # giving up the oldest first would fetch every weight in every pass
 
 
 def test_a_module_larger_than_the_budget_still_runs(tmp_path: Path) -> None:
     made = ReadAhead(stored(tmp_path / "w.safetensors"), 1)
-    stop = made.register([(f"w{i}", torch.float32) for i in range(COUNT)], CPU)
-    assert [int(weight[0]) for weight in made.enter(stop)] == [*range(COUNT)]
-    made.leave(stop)
+    module = made.register([(f"w{i}", torch.float32) for i in range(COUNT)], CPU)
+    assert [int(weight[0]) for weight in made.acquire(module)] == [*range(COUNT)]
+    made.release(module)
 
 
 def test_tied_weights_are_fetched_once(tmp_path: Path) -> None:
@@ -114,52 +113,52 @@ def test_tied_weights_are_fetched_once(tmp_path: Path) -> None:
     weights.add_aliases([["w0", "twin"]])
     made = ReadAhead(weights)
     first, second = (made.register([(name, torch.float64)], CPU) for name in ("w0", "twin"))
-    assert first.weights == second.weights
-    assert made.enter(first)[0] is made.enter(second)[0]
+    assert first.tensors == second.tensors
+    assert made.acquire(first)[0] is made.acquire(second)[0]
 
 
 def test_weights_in_memory_are_used_as_they_are() -> None:
     held = {"a": torch.ones(3)}
     made = ReadAhead(OffloadedWeightsLoader(held))
-    stop = made.register([("a", torch.float32)], CPU)
-    assert made.enter(stop)[0] is held["a"]
-    made.leave(stop)
-    assert made.used == Budget(0, 0)
-    assert stop.is_current()
+    module = made.register([("a", torch.float32)], CPU)
+    assert made.acquire(module)[0] is held["a"]
+    made.release(module)
+    assert made.used == MemoryBudget(0, 0)
+    assert module.is_current()
     held["a"] = torch.zeros(3)
-    assert not stop.is_current()
+    assert not module.is_current()
 
 
 def test_a_device_gets_copies() -> None:
     """The meta device stands in for an accelerator: it has no streams, so the copies are made without a lane."""
     made = ReadAhead(OffloadedWeightsLoader({"a": torch.ones(3), "b": torch.ones(2)}))
-    stops = [made.register([(name, torch.bfloat16)], META) for name in "ab"]
-    (tensor,) = made.enter(stops[0])
+    modules = [made.register([(name, torch.bfloat16)], META) for name in "ab"]
+    (tensor,) = made.acquire(modules[0])
     assert (tensor.device, tensor.dtype) == (META, torch.bfloat16)
-    made.leave(stops[0])
+    made.release(modules[0])
     until(lambda: made.used.copied == 10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_was_written_to_a_weight_stays(dtype: str, tmp_path: Path) -> None:
-    made, stops = engine(stored(tmp_path / "w.safetensors", dtype), 1, getattr(torch, dtype))
-    (weight,) = made.enter(stops[0])
+    made, modules = engine(stored(tmp_path / "w.safetensors", dtype), 1, getattr(torch, dtype))
+    (weight,) = made.acquire(modules[0])
     weight.add_(5)
-    made.leave(stops[0])
-    run(made, stops, [1, 2, 3, 4, 5, 6, 7])
-    assert made.enter(stops[0])[0][0] == 5
-    made.leave(stops[0])
+    made.release(modules[0])
+    run(made, modules, [1, 2, 3, 4, 5, 6, 7])
+    assert made.acquire(modules[0])[0][0] == 5
+    made.release(modules[0])
     again, others = engine(stored(tmp_path / "v.safetensors", dtype))
     run(again, others, [0])
 
 
 def test_a_changed_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    made, stops = engine(stored(tmp_path / "w.safetensors"), 1)
-    run(made, stops, [0, 1, 2])
+    made, modules = engine(stored(tmp_path / "w.safetensors"), 1)
+    run(made, modules, [0, 1, 2])
     with (tmp_path / "w.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(RuntimeError, match=r"w\.safetensors.*to 1000 bytes"):
-        made.enter(stops[3])
+        made.acquire(modules[3])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -168,15 +167,15 @@ def test_a_file_that_goes_between_two_forwards_is_an_error_that_names_it(
     dtype: str, replaced: bool, tmp_path: Path
 ) -> None:
     file = tmp_path / "w.safetensors"
-    made, stops = engine(stored(file, dtype), 1)
-    run(made, stops, [0, 1, 2])
+    made, modules = engine(stored(file, dtype), 1)
+    run(made, modules, [0, 1, 2])
     if replaced:
         stored(tmp_path / "other.safetensors", dtype)
         (tmp_path / "other.safetensors").replace(file)
     else:
         file.unlink()
     with pytest.raises(RuntimeError, match=rf"w\.safetensors.*{'replaced' if replaced else 'not there'}"):
-        made.enter(stops[3])
+        made.acquire(modules[3])
 
 
 def test_a_file_that_is_gone_is_an_error_when_the_model_is_dispatched(tmp_path: Path) -> None:
@@ -190,20 +189,20 @@ def test_many_files_need_no_descriptors(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {f"w{i}": torch.full((3,), float(i)) for i in range(50)})
     before = len([*Path("/proc/self/fd").iterdir()])
     made = ReadAhead(OffloadedWeightsLoader(save_folder=tmp_path))
-    stops = [made.register([(f"w{i}", torch.float32)], CPU) for i in range(50)]
+    modules = [made.register([(f"w{i}", torch.float32)], CPU) for i in range(50)]
     assert len([*Path("/proc/self/fd").iterdir()]) <= before + 2
-    run(made, stops, [*range(50)])
+    run(made, modules, [*range(50)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_threads_share_an_engine(dtype: str, tmp_path: Path) -> None:
-    made, stops = engine(stored(tmp_path / "w.safetensors", dtype), 3 * SIZE, getattr(torch, dtype))
+    made, modules = engine(stored(tmp_path / "w.safetensors", dtype), 3 * SIZE, getattr(torch, dtype))
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(seed)).tolist()
         try:
-            run(made, stops, order * 4)
+            run(made, modules, order * 4)
         except BaseException as failure:
             failures.append(failure)
 
@@ -213,7 +212,7 @@ def test_threads_share_an_engine(dtype: str, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert all(weight.users == 0 for stop in stops for weight in stop.weights)
+    assert all(weight.users == 0 for module in modules for weight in module.tensors)
 
 
 def readers() -> list[threading.Thread]:
@@ -223,23 +222,23 @@ def readers() -> list[threading.Thread]:
 def test_an_engine_that_nobody_uses_ends_its_threads(tmp_path: Path) -> None:
     gc.collect()
     until(lambda: not readers())
-    made, stops = engine(stored(tmp_path / "w.safetensors"))
-    run(made, stops, [0])
+    made, modules = engine(stored(tmp_path / "w.safetensors"))
+    run(made, modules, [0])
     assert readers()
     gone = weakref.ref(made)
-    del made, stops
+    del made, modules
     gc.collect()
     until(lambda: gone() is None and not readers())
 
 
 def test_a_forked_process_starts_its_own_threads(tmp_path: Path) -> None:
-    made, stops = engine(stored(tmp_path / "w.safetensors", "float64"), None, torch.float64)
-    run(made, stops, [0, 1])
+    made, modules = engine(stored(tmp_path / "w.safetensors", "float64"), None, torch.float64)
+    run(made, modules, [0, 1])
     until(lambda: made.used.copied == COUNT * 2 * SIZE)
     child = os.fork()
     if child == 0:
         try:
-            run(made, stops, [0, 1, 2])
+            run(made, modules, [0, 1, 2])
             os._exit(0 if readers() else 3)
         except BaseException:
             os._exit(4)
@@ -248,9 +247,9 @@ def test_a_forked_process_starts_its_own_threads(tmp_path: Path) -> None:
 
 def test_a_budget_is_given_or_measured() -> None:
     given = choose_budget("2MB", CPU, largest=100)
-    assert given.value == Budget(2_000_000, 2_000_000)
+    assert given.value == MemoryBudget(2_000_000, 2_000_000)
     assert "2MB" in given.reason
-    assert choose_budget(10, CPU, largest=100).value == Budget(200, 200)  # two modules always have room
+    assert choose_budget(10, CPU, largest=100).value == MemoryBudget(200, 200)  # two modules always have room
     measured = choose_budget(None, CPU, largest=100)
     assert measured.value.copied < measured.value.mapped
     assert "free" in measured.reason
@@ -270,9 +269,9 @@ path, count = sys.argv[1], 4
 save_file({f"w{i}": torch.zeros(2**24, dtype=torch.float16) for i in range(count)}, path)
 entry = {"safetensors_file": path, "dtype": "float64"}
 made = ReadAhead(OffloadedWeightsLoader(index={f"w{i}": {**entry, "weight_name": f"w{i}"} for i in range(count)}), "4GB")
-stops = [made.register([(f"w{i}", torch.float64)], torch.device("cpu")) for i in range(count)]
-made.enter(stops[0])
-made.leave(stops[0])
+modules = [made.register([(f"w{i}", torch.float64)], torch.device("cpu")) for i in range(count)]
+made.acquire(modules[0])
+made.release(modules[0])
 """
 
 

@@ -15,16 +15,17 @@ from torch import nn
 from accelerate._base.enums import CustomDtype, DistributedType
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
-from accelerate.offload.memory import get_balanced_memory, get_max_memory
-from accelerate.offload.places import as_device
-from accelerate.offload.sizes import (
+from accelerate.offload.memory import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,
     convert_file_size_to_int,
     dtype_byte_size,
+    get_balanced_memory,
+    get_max_memory,
     get_module_leaves,
 )
+from accelerate.offload.places import as_device
 
 
 class Net(nn.Module):

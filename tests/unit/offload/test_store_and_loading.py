@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights
+from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -22,7 +22,7 @@ from accelerate.offload.store import (
     offload_weight,
     save_offload_index,
 )
-from accelerate.offload.weight_files import checkpoint_files, load_state_dict
+from accelerate.offload.weight_files import checkpoint_files
 
 META = torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
-from accelerate.offload.offloaded import (
+from accelerate.hooks.offloaded import (
     align_module_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
@@ -15,12 +15,16 @@ from accelerate.offload.offloaded import (
 )
 from accelerate.offload.tensors import (
     check_device_same,
+    copy_to_host,
+    find_tied_parameters,
     get_non_persistent_buffers,
     id_tensor_storage,
     named_module_tensors,
+    prune_tied_cache,
+    retie_parameters,
     set_module_tensor_to_device,
+    tied_cache,
 )
-from accelerate.offload.ties import find_tied_parameters, keep_alive_only, on_host, retie_parameters, shared_weights
 
 META = torch.device("meta")
 
@@ -100,11 +104,11 @@ def test_meta_without_a_value_is_refused() -> None:
 def test_a_tied_weight_is_copied_to_a_device_once() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    cache = shared_weights({"first.weight": first.weight})
+    cache = tied_cache([first.weight])
     set_module_tensor_to_device(first, "weight", "meta", tied_params_map=cache)
     set_module_tensor_to_device(second, "weight", "meta", tied_params_map=cache)
     assert first.weight is second.weight
-    keep_alive_only(cache, [])
+    prune_tied_cache(cache, [])
     assert cache == {}
 
 
@@ -141,7 +145,7 @@ def test_ties_are_found_and_made_again() -> None:
 
 def test_a_state_dict_on_the_host_keeps_its_ties() -> None:
     weight = torch.ones(3)
-    copied = on_host({"a": weight, "b": weight, "c": torch.ones(3)})
+    copied = copy_to_host({"a": weight, "b": weight, "c": torch.ones(3)})
     assert copied["a"] is copied["b"]
     assert copied["c"] is not copied["a"]
 

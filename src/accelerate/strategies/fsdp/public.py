@@ -15,7 +15,7 @@ from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._base.errors import AccelerateError, ConfigurationError
 from accelerate._base.imports import require
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.offload.ties import find_tied_parameters
+from accelerate.offload.tensors import find_tied_parameters
 from accelerate.parallel.compile import checkpoint_blocks, inner_block
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_peft_model, plain_name, plain_optimizer
 from accelerate.strategies.broadcast_weights import broadcast_state

@@ -1,4 +1,4 @@
-"""Modules whose weights are offloaded: recognised, brought back for a while, and read whole."""
+"""Modules whose weights are offloaded: detected, brought back for a while, and read whole."""
 
 from __future__ import annotations
 
@@ -7,41 +7,30 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from accelerate.hooks.align import AlignDevicesHook
+from accelerate.hooks.base import SequentialHook
 from accelerate.offload.places import Place
 from accelerate.offload.store import identity_of_stored
-from accelerate.offload.tensors import get_non_persistent_buffers, named_module_tensors, set_module_tensor_to_device
+from accelerate.offload.tensors import (
+    get_non_persistent_buffers,
+    is_empty,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class OffloadingHook(Protocol):
-    """What this file needs of the hook that fetches a module's weights."""
-
-    offload: bool
-    place_submodules: bool
-    execution_device: Place | None
-    weights_map: Mapping[str, torch.Tensor] | None
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Fetch the weights."""
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Send the weights away again."""
-
-
-def offloading_hook(module: nn.Module) -> OffloadingHook | None:
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """Return the hook that offloads a module's weights, also where it is one of several."""
-    hook: Any = getattr(module, "_hf_hook", None)
-    candidates: tuple[Any, ...] = getattr(hook, "hooks", (hook,))
-    offloading = (
-        each for each in candidates if getattr(each, "offload", None) is True and hasattr(each, "weights_map")
-    )
-    return next(offloading, None)
+    hook = getattr(module, "_hf_hook", None)
+    candidates = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((each for each in candidates if isinstance(each, AlignDevicesHook) and each.offload), None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -58,39 +47,27 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
     """
     hook = offloading_hook(module)
     if hook is not None:
-        with _fetched(hook, module, execution_device):
+        usual = hook.execution_device
+        hook.execution_device = usual if execution_device is None else execution_device
+        try:
+            hook.pre_forward(module)
             yield
-    elif execution_device is not None:
-        with _moved(module, execution_device):
-            yield
-    else:
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = usual
+        return
+    if execution_device is None:
         yield
-
-
-@contextmanager
-def _fetched(hook: OffloadingHook, module: nn.Module, device: Place | None) -> Iterator[None]:
-    usual = hook.execution_device
-    if device is not None:
-        hook.execution_device = device
-    try:
-        hook.pre_forward(module)
-        yield
-    finally:
-        hook.post_forward(module, None)
-        hook.execution_device = usual
-
-
-@contextmanager
-def _moved(module: nn.Module, device: Place) -> Iterator[None]:
+        return
     before = dict(module.named_parameters(recurse=False))
     try:
         for name in before:
-            set_module_tensor_to_device(module, name, device, clear_cache=False)
+            set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
         yield
     finally:
         for name, now in dict(module.named_parameters(recurse=False)).items():
             # What was changed on the device is kept; from the meta device nothing can come back.
-            if now.device.type == "meta":
+            if is_empty(now):
                 module._parameters[name] = before[name]
             elif name in before:
                 set_module_tensor_to_device(module, name, before[name].device, clear_cache=False)
@@ -126,14 +103,21 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
                 name = f"{prefix}.{key}" if prefix else key
                 if key not in hidden:
                     state_dict[name] = tensor.detach()
-    _follow_ties(model, state_dict)
-    empty = [name for name, value in state_dict.items() if _is_empty(value)]
+    # A shared module was visited under one of its names: the others get the tensors found there.
+    modules: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        modules.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
+    for first, *others in modules.values():
+        for other in others:
+            for name in [name for name in state_dict if name.startswith(other) and is_empty(state_dict[name])]:
+                state_dict[name] = state_dict.get(first + name.removeprefix(other), state_dict[name])
+    empty = [name for name, value in state_dict.items() if is_empty(value)]
     if empty:
         logger.warning("These entries have no data and were left out of the state dict: %s.", ", ".join(empty))
     return {
         name: value.cpu() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()
-        if not _is_empty(value)
+        if not is_empty(value)
     }
 
 
@@ -170,21 +154,6 @@ def offloaded_weights(model: nn.Module) -> dict[str, OffloadedWeight]:
         below = hook.place_submodules
         parameters = module.named_parameters(recurse=below, remove_duplicate=False)
         for key, tensor in chain(parameters, module.named_buffers(recurse=below, remove_duplicate=False)):
-            if _is_empty(tensor) and key in hook.weights_map:
+            if is_empty(tensor) and key in hook.weights_map:
                 found[f"{prefix}.{key}" if prefix else key] = OffloadedWeight(hook.weights_map, key, tensor)
     return found
-
-
-def _is_empty(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
-
-
-def _follow_ties(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Give a name of a shared module that was visited under another name the tensor found there."""
-    modules: dict[int, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        modules.setdefault(id(module), []).append(f"{prefix}." if prefix else "")
-    for first, *others in (group for group in modules.values() if len(group) > 1):
-        for other in others:
-            for name in [name for name in state_dict if name.startswith(other) and _is_empty(state_dict[name])]:
-                state_dict[name] = state_dict.get(first + name.removeprefix(other), state_dict[name])
