@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.config import env
 from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
 from accelerate.hooks.align import AlignDevicesHook, SkipKeys
@@ -21,13 +26,19 @@ from accelerate.hooks.attach import (
 )
 from accelerate.hooks.base import CpuOffload, UserCpuOffloadHook, add_hook_to_module, attach_layerwise_casting_hooks
 from accelerate.offload import quantised
-from accelerate.offload.empty import init_empty_weights, init_on_device
 from accelerate.offload.loading import load_checkpoint_in_model
 from accelerate.offload.places import DISK, META, Place, as_device, check_device_map, flatten_device_map
 from accelerate.offload.plan import auto_device_map
 from accelerate.offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
 from accelerate.offload.stored import FilePath
-from accelerate.offload.tensors import TiedCache, copy_to_host, find_tied_parameters, tied_cache
+from accelerate.offload.tensors import (
+    TiedCache,
+    copy_to_host,
+    find_tied_parameters,
+    set_module_tensor_to_device,
+    tied_cache,
+)
+from accelerate.runtime.torch_private import parameter_registration_hooks
 
 __all__ = [
     "attach_layerwise_casting_hooks",
@@ -42,6 +53,135 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
+
+_PARAMETERS_ALONE: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)
+"""Layers that have no buffers, and take the device of their parameters as an argument."""
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Make models without memory for their parameters, which land on the meta device.
+
+    Args:
+        include_buffers: Put buffers on the meta device too; ACCELERATE_INIT_INCLUDE_BUFFERS decides if not given.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = nn.Sequential(*[nn.Linear(10000, 10000) for _ in range(1000)])
+        ```
+    """
+    with init_on_device(META, include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterator[None]:
+    """Make models whose parameters are put on a device as they are made; on the meta device, initialisers do nothing.
+
+    Args:
+        include_buffers: Put buffers there too; ACCELERATE_INIT_INCLUDE_BUFFERS decides if not given.
+    """
+    target = as_device(device)
+    everything = env.flag("ACCELERATE_INIT_INCLUDE_BUFFERS") if include_buffers is None else include_buffers
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [
+        (nn.init, name, _unless_empty(function))
+        for name, function in vars(nn.init).items()
+        if name.endswith("_") and not name.startswith("_") and callable(function)
+    ]
+    if not everything:
+        patches.append((nn.Module, "register_parameter", _register_on(target)))
+        if target == META:
+            # Other layers make their parameters on the CPU first, which takes most of the time of a linear layer.
+            patches += [(layer, "__init__", _on_meta(layer.__init__)) for layer in _PARAMETERS_ALONE]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for owner, name, replacement in patches:
+        setattr(owner, name, replacement)
+    try:
+        with target if everything else nullcontext():
+            yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _unless_empty(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Let an initialiser pass over tensors without data, on which it only takes time."""
+
+    @functools.wraps(function)
+    def initialise(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if isinstance(tensor, torch.Tensor) and tensor.device == META:
+            return tensor
+        return function(*args, **kwargs)
+
+    return initialise
+
+
+def _on_meta(make: Callable[..., None]) -> Callable[..., None]:
+    """Let the constructor of a layer make its parameters on the meta device at once."""
+    before_device = list(inspect.signature(make).parameters).index("device")
+
+    @functools.wraps(make)
+    def initialise(*args: Any, **kwargs: Any) -> None:
+        if len(args) <= before_device and kwargs.get("device") is None:
+            kwargs["device"] = META
+        make(*args, **kwargs)
+
+    return initialise
+
+
+def _register_on(device: torch.device) -> Callable[..., None]:
+    """Return a `register_parameter` that puts every parameter that a module gets on a device."""
+    register = nn.Module.register_parameter
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    @functools.wraps(register)
+    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # A parameter that is there already keeps its identity, so tied weights stay tied.
+        if param is None or param.device == device:
+            if type(param) is nn.Parameter and _is_new(module, name):
+                module._parameters[name] = param
+            else:
+                register(module, name, param)
+            return
+        seen, twin = moved.get(id(param), (None, None))
+        if seen is not None and twin is not None and seen() is param:
+            register(module, name, twin)  # given under two names
+            return
+        if device == META and type(param) is nn.Parameter and not vars(param) and param.is_contiguous():
+            bare = torch.empty(param.shape, dtype=param.dtype, device=META)
+            empty = nn.Parameter(bare, requires_grad=param.requires_grad)
+            if _is_new(module, name):
+                module._parameters[name] = empty
+            else:
+                register(module, name, empty)
+        else:
+            register(module, name, param)
+            set_module_tensor_to_device(module, name, device, clear_cache=False)
+        placed = module._parameters.get(name)
+        if placed is not None:
+            moved[id(param)] = (weakref.ref(param), placed)
+
+    return register_on_device
+
+
+def _is_new(module: nn.Module, name: str) -> bool:
+    """Return whether torch would accept a name without a word; asking it takes a third of the time of a layer."""
+    own = module.__dict__
+    if "_parameters" not in own or not name or "." in name or parameter_registration_hooks:
+        return False
+    taken = name in own or name in own["_buffers"] or name in own["_modules"] or hasattr(type(module), name)
+    return not taken
 
 
 def _running_device(model: nn.Module, execution_device: Place | None) -> Place:

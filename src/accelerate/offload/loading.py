@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import sys
 import warnings
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives import communicator
-from accelerate.collectives.base import Communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
 from accelerate.offload.safetensors_format import dtype_name, make_header, read_header, tensor_bytes
 from accelerate.offload.store import (
     BESIDE_WEIGHTS,
+    BroadcastFile,
     OffloadedWeightsLoader,
+    WeightsFile,
+    checkpoint_files,
+    load_state_dict,
+    open_weights_file,
     quantisation_statistics,
     save_offload_index,
     scales_name,
 )
-from accelerate.offload.stored import ALIGNMENT, FilePath, SafetensorsFile
+from accelerate.offload.stored import ALIGNMENT, FilePath
 from accelerate.offload.tensors import (
     check_shape,
     find_tied_parameters,
@@ -35,123 +38,12 @@ from accelerate.offload.tensors import (
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.offload.weight_files import checkpoint_files
 from accelerate.runtime import current
 from accelerate.runtime.atomic import atomic_file
 
 COMPILED = "_orig_mod."
 """What a compiler's shell adds to the names inside it; the weights are those of the model without it."""
 CONVERTED_SUFFIX = ".offload.safetensors"
-
-
-class WeightsFile(Protocol):
-    """A file of a checkpoint, whose weights are read one by one.
-
-    Attributes:
-        in_place: Whether an index may point at the weights in this very file.
-    """
-
-    path: Path
-    in_place: bool
-
-    def names(self) -> list[str]:
-        """Return the names in the file."""
-
-    def like(self, name: str) -> torch.Tensor:
-        """Return a tensor without data that is like a weight of the file, without reading it."""
-
-    def read(self, name: str, device: torch.device) -> Any:
-        """Return one weight on a device."""
-
-
-class TorchFile:
-    """The weights of a file that `torch.save` wrote, whose code is never run."""
-
-    in_place = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
-        self._mapped = path.is_file() and zipfile.is_zipfile(path)
-        try:
-            self._state: dict[str, Any] = torch.load(path, map_location=HOST, weights_only=True, mmap=self._mapped)
-        except (OSError, EOFError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"The weights file {str(path)!r} cannot be read ({str(error).splitlines()[0] or type(error).__name__}): "
-                "it is missing, cut off, or not a file that torch saved. Save or download it again."
-            ) from error
-
-    def names(self) -> list[str]:
-        return list(self._state)
-
-    def like(self, name: str) -> torch.Tensor:
-        return torch.empty(self._state[name].shape, dtype=self._state[name].dtype, device=META)
-
-    def read(self, name: str, device: torch.device) -> Any:
-        value = self._state[name]
-        if not isinstance(value, torch.Tensor):
-            return value
-        # A copy, because `torch.save` to the same path would pull the pages away under the model.
-        return value.clone() if device.type == HOST and self._mapped else value.to(device)
-
-
-class BroadcastFile:
-    """The weights of a file that the first process reads and sends to all others.
-
-    All processes ask for the same weights in the same order.
-    """
-
-    in_place = False
-
-    def __init__(self, path: Path, group: Communicator) -> None:
-        self.path, self._group = path, group
-        self._file = open_weights_file(path) if group.rank == 0 else None
-        listed: list[Any] = [None]
-        if self._file is not None:
-            listed = [{name: self._file.like(name) for name in self._file.names()}]
-        group.broadcast_objects(listed)
-        self._like: dict[str, torch.Tensor] = listed[0]
-
-    def names(self) -> list[str]:
-        return list(self._like)
-
-    def like(self, name: str) -> torch.Tensor:
-        return self._like[name]
-
-    def read(self, name: str, device: torch.device) -> torch.Tensor:
-        if self._file is not None:
-            value: torch.Tensor = self._file.read(name, as_device(HOST)).contiguous()
-        else:
-            value = torch.empty_like(self._like[name], device=HOST)
-        sent: torch.Tensor = self._group.broadcast(value).to(device)
-        return sent
-
-
-def open_weights_file(path: FilePath) -> WeightsFile:
-    """Open a `.safetensors` file, or a file that `torch.save` wrote, whose code is never run.
-
-    Raises:
-        ConfigurationError: If the file is missing or broken, or a safetensors file was not written for torch.
-    """
-    file = Path(path)
-    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
-
-
-def load_state_dict(checkpoint_file: FilePath, device_map: Mapping[str, Place] | None = None) -> dict[str, Any]:
-    """Return the weights of a file.
-
-    Args:
-        device_map: Where each module's weights go; those for the disk, and all without a map, go to the CPU.
-
-    Raises:
-        ConfigurationError: If the file is missing or broken, or a safetensors file was not written for torch.
-    """
-    file = open_weights_file(checkpoint_file)
-    places = {name: lookup(device_map, name) if device_map else None for name in file.names()}
-    return {
-        name: file.read(name, as_device(HOST if place is None or place == DISK else place))
-        for name, place in places.items()
-    }
 
 
 def convert_weights(file: WeightsFile, folder: FilePath, wanted: Mapping[str, torch.Tensor]) -> Path:
@@ -396,9 +288,9 @@ def load_checkpoint_in_model(
         group = communicator()
     if group is None or group.world_size == 1:
         group = None
-        files = checkpoint_files(Path(checkpoint))
+        files = checkpoint_files(checkpoint)
     else:  # only the first process has to see the files
-        found: list[Any] = [checkpoint_files(Path(checkpoint)) if group.rank == 0 else None]
+        found: list[Any] = [checkpoint_files(checkpoint) if group.rank == 0 else None]
         group.broadcast_objects(found)
         files = found[0]
     if device_map is None and _is_sharded(model):

@@ -1,20 +1,24 @@
-"""The offload folder with its index, and the mappings that read stored weights by name."""
+"""The files that weights are read from by name: offload folders with their index, and the files of checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
-from accelerate.offload.places import Place, as_device, prefixes
+from accelerate.collectives.base import Communicator
+from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup, prefixes
 from accelerate.offload.safetensors_format import tensor_bytes
 from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
 from accelerate.offload.tensors import identity_in_memory, resolve_dtype
+from accelerate.offload.weight_files import INDEX_SUFFIX, index_shards
 from accelerate.runtime.atomic import atomic_file
 
 WeightInfo: TypeAlias = Mapping[str, Any]
@@ -243,3 +247,139 @@ def identity_of_stored(weights: Mapping[str, torch.Tensor], key: str) -> Hashabl
     if isinstance(weights, OffloadedWeightsLoader):
         return weights.identity(key)
     return identity_in_memory(weights[key]) if isinstance(weights, dict) else None
+
+
+def checkpoint_files(checkpoint: FilePath) -> list[Path]:
+    """Return the files to load of a checkpoint: a weights file, an index of shards, or a folder with one of these.
+
+    Raises:
+        ConfigurationError: If there is none, or the folder has several to choose from.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return index_shards(path) if path.suffix == ".json" else [path]
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"There is no checkpoint at {str(path)!r}: it is neither a file nor a folder. "
+            "Give a weights file, an index of shards, or the folder that holds them."
+        )
+    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
+        if (path / name).is_file():
+            return [path / name]
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    if len(indexes) == 1:
+        return index_shards(indexes[0])
+    raise ConfigurationError(
+        f"The folder {str(path)!r} holds {len(indexes)} index files and neither {WEIGHTS_NAME} nor "
+        f"{SAFE_WEIGHTS_NAME}, so it does not say what to load. Give the path of the file or index itself."
+    )
+
+
+class WeightsFile(Protocol):
+    """A file of a checkpoint, whose weights are read one by one.
+
+    Attributes:
+        in_place: Whether an index may point at the weights in this very file.
+    """
+
+    path: Path
+    in_place: bool
+
+    def names(self) -> list[str]:
+        """Return the names in the file."""
+
+    def like(self, name: str) -> torch.Tensor:
+        """Return a tensor without data that is like a weight of the file, without reading it."""
+
+    def read(self, name: str, device: torch.device) -> Any:
+        """Return one weight on a device."""
+
+
+class TorchFile:
+    """The weights of a file that `torch.save` wrote, whose code is never run."""
+
+    in_place = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
+        self._mapped = path.is_file() and zipfile.is_zipfile(path)
+        try:
+            self._state: dict[str, Any] = torch.load(path, map_location=HOST, weights_only=True, mmap=self._mapped)
+        except (OSError, EOFError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"The weights file {str(path)!r} cannot be read ({str(error).splitlines()[0] or type(error).__name__}): "
+                "it is missing, cut off, or not a file that torch saved. Save or download it again."
+            ) from error
+
+    def names(self) -> list[str]:
+        return list(self._state)
+
+    def like(self, name: str) -> torch.Tensor:
+        return torch.empty(self._state[name].shape, dtype=self._state[name].dtype, device=META)
+
+    def read(self, name: str, device: torch.device) -> Any:
+        value = self._state[name]
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A copy, because `torch.save` to the same path would pull the pages away under the model.
+        return value.clone() if device.type == HOST and self._mapped else value.to(device)
+
+
+class BroadcastFile:
+    """The weights of a file that the first process reads and sends to all others.
+
+    All processes ask for the same weights in the same order.
+    """
+
+    in_place = False
+
+    def __init__(self, path: Path, group: Communicator) -> None:
+        self.path, self._group = path, group
+        self._file = open_weights_file(path) if group.rank == 0 else None
+        listed: list[Any] = [None]
+        if self._file is not None:
+            listed = [{name: self._file.like(name) for name in self._file.names()}]
+        group.broadcast_objects(listed)
+        self._like: dict[str, torch.Tensor] = listed[0]
+
+    def names(self) -> list[str]:
+        return list(self._like)
+
+    def like(self, name: str) -> torch.Tensor:
+        return self._like[name]
+
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        if self._file is not None:
+            value: torch.Tensor = self._file.read(name, as_device(HOST)).contiguous()
+        else:
+            value = torch.empty_like(self._like[name], device=HOST)
+        sent: torch.Tensor = self._group.broadcast(value).to(device)
+        return sent
+
+
+def open_weights_file(path: FilePath) -> WeightsFile:
+    """Open a `.safetensors` file, or a file that `torch.save` wrote, whose code is never run.
+
+    Raises:
+        ConfigurationError: If the file is missing or broken, or a safetensors file was not written for torch.
+    """
+    file = Path(path)
+    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
+
+
+def load_state_dict(checkpoint_file: FilePath, device_map: Mapping[str, Place] | None = None) -> dict[str, Any]:
+    """Return the weights of a file.
+
+    Args:
+        device_map: Where each module's weights go; those for the disk, and all without a map, go to the CPU.
+
+    Raises:
+        ConfigurationError: If the file is missing or broken, or a safetensors file was not written for torch.
+    """
+    file = open_weights_file(checkpoint_file)
+    places = {name: lookup(device_map, name) if device_map else None for name in file.names()}
+    return {
+        name: file.read(name, as_device(HOST if place is None or place == DISK else place))
+        for name, place in places.items()
+    }

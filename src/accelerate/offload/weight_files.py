@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
 
-_INDEX_SUFFIX = ".index.json"
+INDEX_SUFFIX = ".index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # What the Trainer and other programs put beside weights.
 _OTHER_FILES = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt"})
@@ -18,32 +17,7 @@ _MAIN_NAMES = ("model", "pytorch_model", "diffusion_pytorch_model", "adapter_mod
 
 def is_weight_file(path: Path) -> bool:
     """Return whether a path names weights, or an index of them, by its ending."""
-    return path.suffix in _SUFFIXES or path.name.endswith(_INDEX_SUFFIX)
-
-
-def checkpoint_files(path: Path) -> list[Path]:
-    """Return the files to load of a checkpoint: a weights file, an index of shards, or a folder with one of these.
-
-    Raises:
-        ConfigurationError: If there is none, or the folder has several to choose from.
-    """
-    if path.is_file():
-        return index_shards(path) if path.suffix == ".json" else [path]
-    if not path.is_dir():
-        raise ConfigurationError(
-            f"There is no checkpoint at {str(path)!r}: it is neither a file nor a folder. "
-            "Give a weights file, an index of shards, or the folder that holds them."
-        )
-    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-        if (path / name).is_file():
-            return [path / name]
-    indexes = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
-    if len(indexes) == 1:
-        return index_shards(indexes[0])
-    raise ConfigurationError(
-        f"The folder {str(path)!r} holds {len(indexes)} index files and neither {WEIGHTS_NAME} nor "
-        f"{SAFE_WEIGHTS_NAME}, so it does not say what to load. Give the path of the file or index itself."
-    )
+    return path.suffix in _SUFFIXES or path.name.endswith(INDEX_SUFFIX)
 
 
 def find_weight_files(path: Path) -> list[Path]:
@@ -55,9 +29,9 @@ def find_weight_files(path: Path) -> list[Path]:
         ConfigurationError: If a shard that an index names is missing, or the index cannot be read.
     """
     if path.is_file():
-        return _present_shards(path) if path.name.endswith(_INDEX_SUFFIX) else [path]
+        return _present_shards(path) if path.name.endswith(INDEX_SUFFIX) else [path]
     for suffix in _SUFFIXES:
-        indexes = sorted(path.glob(f"*{suffix}{_INDEX_SUFFIX}"))
+        indexes = sorted(path.glob(f"*{suffix}{INDEX_SUFFIX}"))
         if len(indexes) == 1:
             return _present_shards(indexes[0])
         found = sorted(file for file in path.glob(f"*{suffix}") if file.name not in _OTHER_FILES)

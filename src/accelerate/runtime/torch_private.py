@@ -254,12 +254,9 @@ def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimize
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
-def has_registration_hooks() -> bool:
-    """Return whether somebody wants to see every parameter that a module gets.
-
-    torch 2.9 to 2.13 have a public way to add such a hook, and none to ask whether there is one.
-    """
-    return bool(module_internals._global_parameter_registration_hooks)
+# Not empty if somebody wants to see every parameter that a module gets: torch 2.9 to 2.13 have a public way to add such a
+# hook, and none to ask whether there is one.
+parameter_registration_hooks = module_internals._global_parameter_registration_hooks
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from accelerate.offload.tensors import set_module_tensor_to_device as set_module
 from accelerate.offload.tensors import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accelerate.offload.tensors import find_tied_parameters as find_tied_parameters
 from accelerate.offload.tensors import retie_parameters as retie_parameters
-from accelerate.offload.loading import load_state_dict as load_state_dict
+from accelerate.offload.store import load_state_dict as load_state_dict
 from accelerate.parallel.unwrap import is_peft_model as is_peft_model
 from accelerate.precision.formats import get_grad_scaler as get_grad_scaler
 from accelerate.precision.formats import get_mixed_precision_context_manager as get_mixed_precision_context_manager

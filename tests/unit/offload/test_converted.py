@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate.offload.loading import TorchFile, convert_weights, load_checkpoint_in_model
-from accelerate.offload.store import OffloadedWeightsLoader
+from accelerate.offload.loading import convert_weights, load_checkpoint_in_model
+from accelerate.offload.store import OffloadedWeightsLoader, TorchFile
 from accelerate.offload.stored import ALIGNMENT, SafetensorsFile
 
 

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
+from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
+    checkpoint_files,
     extract_submodules_state_dict,
     load_offloaded_weight,
+    load_state_dict,
     offload_state_dict,
     offload_weight,
     save_offload_index,
 )
-from accelerate.offload.weight_files import checkpoint_files
 
 META = torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]
