@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload.read_ahead import MemoryBudget, ModuleWeights, ReadAhead, choose_budget
+from accelerate.offload.read_ahead import CallOrder, MemoryBudget, ModuleWeights, ReadAhead, choose_budget
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
 from accelerate.offload.stored import LoadedTensor, LoadState
 
@@ -279,3 +279,71 @@ def test_a_program_that_ends_while_weights_come_ends_well(tmp_path: Path) -> Non
     command = [sys.executable, "-c", ENDS_WHILE_IT_READS, str(tmp_path / "w.safetensors")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def call_order(length: int) -> CallOrder:
+    order = CallOrder()
+    for number in range(length):
+        assert order.add() == number
+    return order
+
+
+def ahead(order: CallOrder, most: int = 100) -> list[int]:
+    """Return the stops that are asked for newly."""
+    asked: list[int] = []
+
+    def wanted(module: int) -> bool:
+        if len(asked) == most:
+            return False
+        asked.append(module)
+        return True
+
+    order.predict(wanted)
+    return asked
+
+
+def test_the_tree_gives_the_first_order_and_a_pass_follows_a_pass() -> None:
+    order = call_order(4)
+    assert ahead(order) == []  # nothing runs yet
+    order.record(0)
+    assert ahead(order) == [1, 2, 3, 0]
+    assert order.record(1)
+    assert ahead(order) == [1]
+
+
+def test_another_order_is_learned() -> None:
+    order = call_order(4)
+    for module in (2, 0, 3, 1, 2):
+        order.record(module)
+    assert ahead(order) == [0, 3, 1, 2]
+
+
+def test_a_module_that_is_used_twice_is_foreseen_both_times() -> None:
+    order = call_order(4)
+    for module in (0, 1, 2, 1, 3, 0):
+        order.record(module)
+    assert ahead(order, 5)[:4] == [1, 2, 1, 3]
+
+
+def test_what_was_asked_for_is_not_asked_for_again_until_the_guess_was_wrong() -> None:
+    order = call_order(5)
+    order.record(0)
+    assert ahead(order, 2) == [1, 2]
+    assert order.num_ahead == 2
+    assert order.record(1)
+    assert ahead(order, 1) == [3]
+    assert not order.record(4)
+    assert order.num_ahead == 0
+    assert ahead(order, 2) == [0, 1]
+
+
+def test_threads_do_not_mix_their_orders() -> None:
+    order = call_order(6)
+    order.record(0)
+    other = threading.Thread(target=lambda: [order.record(module) for module in (3, 5)])
+    other.start()
+    other.join()
+    order.record(1)
+    assert ahead(order, 1) == [2]
+    order.record(3)
+    assert ahead(order, 1) == [5]

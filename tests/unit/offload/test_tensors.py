@@ -6,13 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
-from accelerate.hooks.offloaded import (
-    align_module_device,
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    has_offloaded_params,
-)
 from accelerate.offload.tensors import (
     check_device_same,
     copy_to_host,
@@ -148,47 +141,3 @@ def test_a_state_dict_on_the_host_keeps_its_ties() -> None:
     copied = copy_to_host({"a": weight, "b": weight, "c": torch.ones(3)})
     assert copied["a"] is copied["b"]
     assert copied["c"] is not copied["a"]
-
-
-def offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model = with_buffers().eval()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=dict(weights))
-    return model, weights
-
-
-def test_offloaded_weights_are_brought_back_for_a_while() -> None:
-    model, weights = offloaded()
-    assert has_offloaded_params(model[0])
-    assert not has_offloaded_params(nn.Linear(1, 1))
-    assert model[0].weight.device == META
-    with align_module_device(model[0]):
-        assert torch.equal(model[0].weight, weights["0.weight"])
-    assert model[0].weight.device == META
-    plain = nn.Linear(2, 2)
-    with align_module_device(plain, "meta"):
-        assert plain.weight.device == META
-
-
-def test_an_appended_hook_does_not_hide_offloaded_weights() -> None:
-    model, _ = offloaded()
-    add_hook_to_module(model[0], ModelHook(), append=True)
-    assert has_offloaded_params(model[0])
-
-
-def test_the_whole_state_dict_of_an_offloaded_model() -> None:
-    model, weights = offloaded()
-    found = get_state_dict_offloaded_model(model)
-    assert list(found) == list(weights)
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-    assert model[0].weight.device == META
-    entries = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": "?", "1.weight": "?"})
-    assert torch.equal(entries["0.weight"], weights["0.weight"])
-    assert entries["1.weight"] == "?"
-
-
-def test_weights_that_are_nowhere_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    add_hook_to_module(model[0], AlignDevicesHook(execution_device="cpu", offload=True))
-    assert list(get_state_dict_offloaded_model(model)) == ["0.weight", "0.bias"]
-    assert "1.weight" in caplog.text

@@ -1,4 +1,4 @@
-"""Weights of other formats and dtypes, written once for the disk."""
+"""Checkpoints loaded into a model: to their places, and converted once for the disk."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accelerate.offload.loading import convert_weights, load_checkpoint_in_model
+from accelerate.offload.loading import convert_weights, load_checkpoint_in_model, load_offloaded_weights
 from accelerate.offload.store import OffloadedWeightsLoader, TorchFile
 from accelerate.offload.stored import ALIGNMENT, SafetensorsFile
+
+META = torch.device("meta")
 
 
 def net(**kwargs: str) -> nn.Module:
@@ -124,3 +126,77 @@ def test_a_broken_torch_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"w\.bin.*cannot be read"):
         load_checkpoint_in_model(net(), tmp_path / "w.bin")
+
+
+def with_norm(**kwargs: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4, **kwargs), nn.BatchNorm1d(4, **kwargs), nn.Linear(4, 5, **kwargs))
+
+
+def save(model: nn.Module, path: Path) -> Path:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.save(state, path) if path.suffix == ".bin" else save_file(state, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.safetensors"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_is_loaded_without_a_map(name: str, device: str, tmp_path: Path) -> None:
+    source, target = with_norm(), with_norm(device=device)
+    path = save(source, tmp_path / name)
+    load_checkpoint_in_model(target, path, strict=True)
+    path.unlink()
+    assert all(torch.equal(value, source.state_dict()[key]) for key, value in target.state_dict().items())
+    assert target[0].weight.requires_grad
+
+
+def test_a_map_sends_weights_to_cpu_meta_and_disk(tmp_path: Path) -> None:
+    source, target = with_norm(), with_norm(device="meta")
+    save(source, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match="offload_folder"):
+        load_checkpoint_in_model(target, tmp_path / "w.safetensors", {"": "disk"})
+    folder = tmp_path / "offload"
+    device_map = {"0": "cpu", "1": "disk", "2": "disk"}
+    load_checkpoint_in_model(
+        target,
+        tmp_path / "w.safetensors",
+        device_map,
+        offload_folder=folder,
+        dtype="float16",
+        keep_in_fp32_modules=["2"],
+    )
+    assert target[0].weight.dtype == torch.float16
+    assert target[2].weight.device == META
+    index = json.loads((folder / "index.json").read_text())
+    assert index["1.weight"]["dtype"] == "float16"
+    assert index["2.weight"]["dtype"] == "float32"
+    assert "1.running_mean" not in index  # buffers are offloaded only if asked for
+    assert target[1].running_mean.device.type == "cpu"
+    load_offloaded_weights(target, index, folder)
+    assert torch.equal(target[2].weight, source[2].weight)
+
+
+def test_names_that_differ_are_told(tmp_path: Path) -> None:
+    state = {**with_norm().state_dict(), "extra": torch.ones(1)}
+    del state["0.bias"]
+    torch.save(state, tmp_path / "w.bin")
+    with pytest.warns(UserWarning, match="'extra'"):
+        load_checkpoint_in_model(with_norm(), tmp_path / "w.bin")
+    with pytest.raises(ValueError, match=r"'extra'.*'0\.bias'"):
+        load_checkpoint_in_model(with_norm(), tmp_path / "w.bin", strict=True)
+
+
+@pytest.mark.parametrize("places", [{"": "cpu"}, {"0": "cpu", "1": "disk"}, {"": "disk"}])
+def test_a_tied_weight_saved_under_one_name_reaches_both(places: dict[str, str], tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    source, target = tied(), tied()
+    save_file({"0.weight": source[0].weight.detach()}, tmp_path / "w.safetensors")
+    load_checkpoint_in_model(target, tmp_path / "w.safetensors", places, offload_folder=tmp_path / "o", strict=True)
+    if places == {"": "cpu"}:
+        assert target[0].weight is target[1].weight
+        assert torch.equal(target[0].weight, source[0].weight)
+    else:
+        assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path / "o")["1.weight"], source[0].weight)

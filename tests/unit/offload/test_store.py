@@ -1,9 +1,10 @@
-"""Weights on disk: the offload folder, lazy mappings, and checkpoints read to their places."""
+"""The files that weights are read from: the offload folder, mappings by name, and the files of a checkpoint."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.offload.loading import load_checkpoint_in_model, load_offloaded_weights
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     checkpoint_files,
     extract_submodules_state_dict,
+    identity_of_stored,
     load_offloaded_weight,
     load_state_dict,
     offload_state_dict,
@@ -146,65 +147,28 @@ def test_a_file_for_another_framework_and_one_with_code_are_refused(tmp_path: Pa
         load_state_dict(tmp_path / "w.bin")
 
 
-@pytest.mark.parametrize("name", ["w.bin", "w.safetensors"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_model_is_loaded_without_a_map(name: str, device: str, tmp_path: Path) -> None:
-    source, target = net(), net(device=device)
-    path = save(source, tmp_path / name)
-    load_checkpoint_in_model(target, path, strict=True)
-    path.unlink()
-    assert all(torch.equal(value, source.state_dict()[key]) for key, value in target.state_dict().items())
-    assert target[0].weight.requires_grad
+def test_identity_in_memory_and_in_files(tmp_path: Path) -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    held = {"a.x": one, "a.y": one, "a.z": other}
+    assert identity_of_stored(held, "a.x") == identity_of_stored(held, "a.y") != identity_of_stored(held, "a.z")
+    assert identity_of_stored(PrefixedDataset(held, "a."), "x") == identity_of_stored(held, "a.x")
+
+    offload_state_dict(tmp_path, {"b.x": one, "b.z": one})
+    folder = OffloadedWeightsLoader(held, save_folder=tmp_path)
+    folder.add_aliases([["b.x", "b.y"]])
+    assert folder.identity("a.x") == folder.identity("a.y")
+    assert folder.identity("b.x") == folder.identity("b.y")
+    # Two files with the same bytes may be two weights that happen to be equal.
+    assert folder.identity("b.x") != folder.identity("b.z")
+
+    file = tmp_path / "weights.safetensors"
+    save_file({"x": one, "z": other}, file)
+    index = {name: {"safetensors_file": str(file), "weight_name": name[-1]} for name in ("c.x", "d.x", "c.z")}
+    weights = OffloadedWeightsLoader(index=index)
+    assert weights.identity("c.x") == weights.identity("d.x") != weights.identity("c.z")
 
 
-def test_a_map_sends_weights_to_cpu_meta_and_disk(tmp_path: Path) -> None:
-    source, target = net(), net(device="meta")
-    save(source, tmp_path / "w.safetensors")
-    with pytest.raises(ValueError, match="offload_folder"):
-        load_checkpoint_in_model(target, tmp_path / "w.safetensors", {"": "disk"})
-    folder = tmp_path / "offload"
-    device_map = {"0": "cpu", "1": "disk", "2": "disk"}
-    load_checkpoint_in_model(
-        target,
-        tmp_path / "w.safetensors",
-        device_map,
-        offload_folder=folder,
-        dtype="float16",
-        keep_in_fp32_modules=["2"],
-    )
-    assert target[0].weight.dtype == torch.float16
-    assert target[2].weight.device == META
-    index = json.loads((folder / "index.json").read_text())
-    assert index["1.weight"]["dtype"] == "float16"
-    assert index["2.weight"]["dtype"] == "float32"
-    assert "1.running_mean" not in index  # buffers are offloaded only if asked for
-    assert target[1].running_mean.device.type == "cpu"
-    load_offloaded_weights(target, index, folder)
-    assert torch.equal(target[2].weight, source[2].weight)
-
-
-def test_names_that_differ_are_told(tmp_path: Path) -> None:
-    state = {**net().state_dict(), "extra": torch.ones(1)}
-    del state["0.bias"]
-    torch.save(state, tmp_path / "w.bin")
-    with pytest.warns(UserWarning, match="'extra'"):
-        load_checkpoint_in_model(net(), tmp_path / "w.bin")
-    with pytest.raises(ValueError, match=r"'extra'.*'0\.bias'"):
-        load_checkpoint_in_model(net(), tmp_path / "w.bin", strict=True)
-
-
-@pytest.mark.parametrize("places", [{"": "cpu"}, {"0": "cpu", "1": "disk"}, {"": "disk"}])
-def test_a_tied_weight_saved_under_one_name_reaches_both(places: dict[str, str], tmp_path: Path) -> None:
-    def tied() -> nn.Module:
-        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        model[1].weight = model[0].weight
-        return model
-
-    source, target = tied(), tied()
-    save_file({"0.weight": source[0].weight.detach()}, tmp_path / "w.safetensors")
-    load_checkpoint_in_model(target, tmp_path / "w.safetensors", places, offload_folder=tmp_path / "o", strict=True)
-    if places == {"": "cpu"}:
-        assert target[0].weight is target[1].weight
-        assert torch.equal(target[0].weight, source[0].weight)
-    else:
-        assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path / "o")["1.weight"], source[0].weight)
+@pytest.mark.parametrize("empty", [True, False])
+def test_no_identity_where_only_reading_would_tell(empty: bool) -> None:
+    held = {"x": torch.empty(0) if empty else torch.ones(2)}
+    assert identity_of_stored(held if empty else MappingProxyType(held), "x") is None

@@ -15,7 +15,6 @@ from torch import nn
 from accelerate.offload.memory import compute_module_sizes, get_max_layer_size
 from accelerate.offload.places import (
     check_device_map,
-    check_tied_parameters_on_same_device,
     clean_device_map,
     lookup,
 )
@@ -270,34 +269,3 @@ def test_the_largest_layer_is_named() -> None:
     sizes = compute_module_sizes(nested)
     assert get_max_layer_size(list(nested.named_children()), sizes, None) == (60, ["1"])
     assert get_max_layer_size(list(nested.named_children()), sizes, ["Sequential"]) == (80, ["0"])
-
-
-@pytest.mark.parametrize(
-    ("given_map", "expected"),
-    [
-        ({"a.b": 0, "a.c": 0, "d": 1}, {"a": 0, "d": 1}),
-        ({"a.b": 0, "a.c": 1, "d": 1}, {"a.b": 0, "a.c": 1, "d": 1}),
-        ({"a": "cpu", "b": "cpu"}, {"": "cpu"}),
-        ({"a.b.c": 0}, {"a.b.c": 0}),
-        ({"a.b.c": 0, "a.b.d": 0, "a.e": 1, "ab": 0}, {"a.b": 0, "a.e": 1, "ab": 0}),
-    ],
-)
-def test_a_map_is_written_short(given_map: dict[str, int | str], expected: dict[str, int | str]) -> None:
-    assert clean_device_map(given_map) == expected
-
-
-def test_a_map_is_shortened_below_one_module_only() -> None:
-    assert clean_device_map({"a": 0, "b.x": 0, "b.y": 0}, "b") == {"a": 0, "b": 0}
-
-
-def test_an_incomplete_map_is_refused_and_an_unknown_key_is_named() -> None:
-    with pytest.raises(ValueError, match=r"batchnorm\.weight.*linear2\.bias"):
-        check_device_map(Net(), {"linear1": 0})
-    with pytest.warns(UserWarning, match="'linear9'"):
-        check_device_map(Net(), {"": 0, "linear9": 1})
-
-
-def test_tied_weights_on_two_devices_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match=r"head\.weight"):
-        check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"embed": 0, "head": 1})
-    check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"": 0})

@@ -167,11 +167,3 @@ def test_balanced_memory_spreads_a_model(
     memory: dict[int | str, int | str], low_zero: bool, expected: dict[int | str, int]
 ) -> None:
     assert get_balanced_memory(Net(), memory, low_zero=low_zero) == expected
-
-
-def test_places_that_are_no_device_are_refused() -> None:
-    with pytest.raises(ValueError, match="'disk'"):
-        as_device("disk")
-    with pytest.raises(ValueError, match="no accelerator found"):
-        as_device(0)
-    assert as_device("meta") == torch.device("meta")

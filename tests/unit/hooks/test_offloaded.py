@@ -1,0 +1,113 @@
+"""Weights that hooks keep elsewhere: found by the names of the state dict, brought back for a while, and read whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
+from accelerate.hooks.offloaded import (
+    align_module_device,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    offloaded_weights,
+)
+
+META = torch.device("meta")
+
+
+class Block(nn.Module):
+    """A module that uses the weights of its children without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.left.weight @ self.right.weight
+
+
+def test_names_and_values(tmp_path: Path) -> None:
+    model = nn.Sequential(Block(), nn.BatchNorm1d(4))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    assert offloaded_weights(model) == {}
+    cpu_offload(model, execution_device="cpu", offload_buffers=True, preload_module_classes=["Block"])
+    found = offloaded_weights(model)
+    empty = {name for name, value in model.state_dict().items() if value.device.type == "meta"}
+    assert set(found) == empty
+    assert {"0.left.weight", "0.right.weight", "1.weight", "1.running_mean"} <= empty
+    for name, weight in found.items():
+        assert torch.equal(weight.read(), wanted[name])
+
+
+def test_a_dispatched_model_names_what_is_not_there(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wanted = model[1].weight.detach().clone()
+    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    found = offloaded_weights(model)
+    assert sorted(found) == ["1.bias", "1.weight"]
+    assert torch.equal(found["1.weight"].read(), wanted)
+
+
+def test_a_shared_module_is_found_under_all_its_names(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4)
+    model = disk_offload(nn.Sequential(layer, nn.ReLU(), layer), tmp_path, execution_device="cpu")
+    found = offloaded_weights(model)
+    assert sorted(found) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert found["0.weight"].identity == found["2.weight"].identity
+    assert found["0.weight"].identity != found["0.bias"].identity
+
+
+def with_buffers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].register_buffer("scratch", torch.zeros(1), persistent=False)
+    return model
+
+
+def offloaded() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model = with_buffers().eval()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=dict(weights))
+    return model, weights
+
+
+def test_offloaded_weights_are_brought_back_for_a_while() -> None:
+    model, weights = offloaded()
+    assert has_offloaded_params(model[0])
+    assert not has_offloaded_params(nn.Linear(1, 1))
+    assert model[0].weight.device == META
+    with align_module_device(model[0]):
+        assert torch.equal(model[0].weight, weights["0.weight"])
+    assert model[0].weight.device == META
+    plain = nn.Linear(2, 2)
+    with align_module_device(plain, "meta"):
+        assert plain.weight.device == META
+
+
+def test_an_appended_hook_does_not_hide_offloaded_weights() -> None:
+    model, _ = offloaded()
+    add_hook_to_module(model[0], ModelHook(), append=True)
+    assert has_offloaded_params(model[0])
+
+
+def test_the_whole_state_dict_of_an_offloaded_model() -> None:
+    model, weights = offloaded()
+    found = get_state_dict_offloaded_model(model)
+    assert list(found) == list(weights)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert model[0].weight.device == META
+    entries = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": "?", "1.weight": "?"})
+    assert torch.equal(entries["0.weight"], weights["0.weight"])
+    assert entries["1.weight"] == "?"
+
+
+def test_weights_that_are_nowhere_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    add_hook_to_module(model[0], AlignDevicesHook(execution_device="cpu", offload=True))
+    assert list(get_state_dict_offloaded_model(model)) == ["0.weight", "0.bias"]
+    assert "1.weight" in caplog.text

@@ -1,0 +1,61 @@
+"""Places, and the device map: checked, and written short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.offload.places import (
+    as_device,
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    clean_device_map,
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+
+def test_places_that_are_no_device_are_refused() -> None:
+    with pytest.raises(ValueError, match="'disk'"):
+        as_device("disk")
+    with pytest.raises(ValueError, match="no accelerator found"):
+        as_device(0)
+    assert as_device("meta") == torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("given_map", "expected"),
+    [
+        ({"a.b": 0, "a.c": 0, "d": 1}, {"a": 0, "d": 1}),
+        ({"a.b": 0, "a.c": 1, "d": 1}, {"a.b": 0, "a.c": 1, "d": 1}),
+        ({"a": "cpu", "b": "cpu"}, {"": "cpu"}),
+        ({"a.b.c": 0}, {"a.b.c": 0}),
+        ({"a.b.c": 0, "a.b.d": 0, "a.e": 1, "ab": 0}, {"a.b": 0, "a.e": 1, "ab": 0}),
+    ],
+)
+def test_a_map_is_written_short(given_map: dict[str, int | str], expected: dict[str, int | str]) -> None:
+    assert clean_device_map(given_map) == expected
+
+
+def test_a_map_is_shortened_below_one_module_only() -> None:
+    assert clean_device_map({"a": 0, "b.x": 0, "b.y": 0}, "b") == {"a": 0, "b": 0}
+
+
+def test_an_incomplete_map_is_refused_and_an_unknown_key_is_named() -> None:
+    with pytest.raises(ValueError, match=r"batchnorm\.weight.*linear2\.bias"):
+        check_device_map(Net(), {"linear1": 0})
+    with pytest.warns(UserWarning, match="'linear9'"):
+        check_device_map(Net(), {"": 0, "linear9": 1})
+
+
+def test_tied_weights_on_two_devices_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match=r"head\.weight"):
+        check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"embed": 0, "head": 1})
+    check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"": 0})
