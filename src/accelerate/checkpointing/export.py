@@ -13,10 +13,10 @@ from torch import nn
 from accelerate._base.errors import CheckpointError, UsageError, WrongTypeError
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFolder, WeightFormat
-from accelerate.offload.loading import COMPILED
 from accelerate.hooks.offloaded import offloaded_weights
-from accelerate.offload.safetensors_format import shared_names, warn_of_dropped_names
+from accelerate.offload.loading import COMPILED
 from accelerate.offload.memory import convert_file_size_to_int
+from accelerate.offload.safetensors_format import shared_names, warn_of_dropped_names
 from accelerate.offload.tensors import identity_in_memory
 
 
