@@ -53,7 +53,7 @@ GUIDES = {
     "step": Guide("a step: `accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 14),
     "save": Guide("`save_state`", 14, 45),
     "load": Guide("`load_state`", 14, 45),
-    "big": Guide("a big model: `init_empty_weights`, `load_checkpoint_and_dispatch` from the disk, a forward", 14, 45),
+    "big": Guide("a big model: `init_empty_weights`, `load_checkpoint_and_dispatch` from the disk, a forward", 14, 18),
 }
 
 
