@@ -130,89 +130,80 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, saved: Path | StateDi
     plain = plain_optimizer(optimizer)
     if is_fsdp1(model):
         _load_fsdp1(model, plain, saved)
-    elif isinstance(saved, Path):
-        _load_from_shards(model, plain, saved, is_stage=is_stage)
+        return
+    names = parameter_names(model)
+    # A parameter of another model has a name that nothing was saved under.
+    here = [[names.get(id(entry), f"<{id(entry)}>") for entry in group["params"]] for group in plain.param_groups]
+    parameters = (entry for group in plain.param_groups for entry in group["params"])
+    by_name = dict(zip((name for group in here for name in group), parameters, strict=True))
+    full: StateDict = {}
+    if isinstance(saved, Path):
+        shapes = _shapes_in_folder(saved)
+        if is_stage:
+            for group in shapes["param_groups"]:
+                group["params"] = [name for name in group["params"] if name in by_name]
+        shapes["param_groups"] = _in_order(shapes["param_groups"], here)
     else:
-        _load_from_rank0(model, plain, saved)
+        shapes, full = _shapes_at_rank0(saved, here)
+    _check_groups(here, shapes["param_groups"], saved if isinstance(saved, Path) else "optimizer.bin")
+    state: StateDict = {
+        name: {field: _allocate_like(shape, by_name[name]) for field, shape in entry.items()}
+        for name, entry in shapes["state"].items()
+        if name in by_name
+    }
+    if not isinstance(saved, Path):
+        broadcast_state(state, full["state"])
+    elif state:
+        state = _load_shards({"state": state}, "optimizer", saved)["state"]
+    plain.load_state_dict(by_position({"state": state, "param_groups": shapes["param_groups"]}))
 
 
-def _load_from_shards(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, *, is_stage: bool) -> None:
-    """Allocate what was saved, in the layout of this run, and fill it."""
+def _shapes_in_folder(folder: Path) -> StateDict:
+    """Return the state in a folder of shards, with tensors without memory in place of its tensors."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    here = _names_in_groups(model, optimizer)
-    parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
-    by_name = dict(zip((name for group in here for name in group), parameters, strict=True))
     metadata = sharded.read_metadata(folder)
     paths = metadata.planner_data or {}
-    flat = sharded.read_entries(
-        folder, metadata, [key for key in metadata.state_dict_metadata if paths[key][1] == "param_groups"]
-    )
-    groups = sharded.unflatten({key: paths[key][1:] for key in flat}, flat)["param_groups"]
-    if is_stage:
-        groups = [{**group, "params": [name for name in group["params"] if name in by_name]} for group in groups]
-    state: dict[str, StateDict] = {}
+    keys = [key for key in metadata.state_dict_metadata if paths[key][1] == "param_groups"]
+    found = sharded.unflatten({key: paths[key][1:] for key in keys}, sharded.read_entries(folder, metadata, keys))
+    found["state"] = {}
     for key, entry in metadata.state_dict_metadata.items():
         _, part, name, *field = paths[key]
-        if part != "state" or name not in by_name:
-            continue
-        shape = None
-        if isinstance(entry, TensorStorageMetadata):
-            shape = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        state.setdefault(name, {})[field[0]] = _allocate_like(shape, by_name[name])
-    if state:
-        state = _load_shards({"state": state}, "optimizer", folder)["state"]
-    saved = _by_position({"state": state, "param_groups": groups}, here)
-    _check_groups(here, saved["param_groups"], folder)
-    optimizer.load_state_dict(saved)
+        if part == "state":
+            shape = None
+            if isinstance(entry, TensorStorageMetadata):
+                shape = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            found["state"].setdefault(name, {})[field[0]] = shape
+    return found
 
 
-def _load_from_rank0(model: nn.Module, optimizer: torch.optim.Optimizer, full: StateDict) -> None:
-    """Allocate what rank 0 has, in the layout of this run, and fill it from there."""
+def _shapes_at_rank0(saved: StateDict, here: Sequence[Sequence[str]]) -> tuple[StateDict, StateDict]:
+    """Return the state of rank 0 with tensors without memory, and, there alone, with its tensors; by the names here."""
     ranks = communicator()
-    here = _names_in_groups(model, optimizer)
-    saved: StateDict = {"state": {}}
+    full: StateDict = {"state": {}}
     shared: list[Any] = [None]
     if ranks.rank == 0:
-        saved = _by_position(full, here)
+        counted = by_position({**saved, "param_groups": _in_order(saved["param_groups"], here)})
+        groups = counted["param_groups"]
+        if [len(group["params"]) for group in groups] == [len(own) for own in here]:  # otherwise the caller refuses it
+            names = [name for group in here for name in group]
+            full["state"] = {names[index]: entry for index, entry in counted["state"].items()}
+            groups = [{**group, "params": list(own)} for group, own in zip(groups, here, strict=True)]
+        full["param_groups"] = groups
         shapes = {
-            index: {
-                name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in entry.items()
-            }
-            for index, entry in saved["state"].items()
+            name: {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+            for name, entry in full["state"].items()
         }
-        shared = [{"state": shapes, "param_groups": saved["param_groups"]}]
+        shared = [{"state": shapes, "param_groups": groups}]
     ranks.broadcast_objects(shared)
-    state, groups = shared[0]["state"], shared[0]["param_groups"]
-    _check_groups(here, groups, "optimizer.bin")
-    parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
-    for index, entry in state.items():
-        entry.update({name: _allocate_like(value, parameters[index]) for name, value in entry.items()})
-    broadcast_state(state, saved["state"])
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return shared[0], full
 
 
-def _allocate_like(shape: Any, parameter: torch.Tensor) -> Any:
-    """Return memory for a state of a parameter: split as the parameter is, if it has its shape."""
-    if not isinstance(shape, torch.Tensor):
-        return shape
-    if tuple(shape.shape) == tuple(parameter.shape):
-        return torch.zeros_like(parameter, dtype=shape.dtype)
-    return torch.zeros(shape.shape, dtype=shape.dtype)
-
-
-def _names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Return the names of an optimizer's parameters, group by group; one of another model has a name of its own."""
-    names = parameter_names(model)
-    return [[names.get(id(entry), f"<{id(entry)}>") for entry in group["params"]] for group in optimizer.param_groups]
-
-
-def _by_position(saved: StateDict, here: Sequence[Sequence[str]]) -> StateDict:
-    """Return a saved state by the positions that its parameters have here: found by name, else in the order saved."""
-    groups = list(saved["param_groups"])
-    if [set(group["params"]) for group in groups] == [set(names) for names in here]:
-        groups = [{**group, "params": list(names)} for group, names in zip(groups, here, strict=True)]
-    return by_position({"state": saved["state"], "param_groups": groups})
+def _in_order(groups: Sequence[Mapping[str, Any]], here: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return groups that name the parameters of the groups here with the names in the same order."""
+    if [set(group["params"]) for group in groups] != [set(own) for own in here]:
+        return [dict(group) for group in groups]
+    return [{**group, "params": list(own)} for group, own in zip(groups, here, strict=True)]
 
 
 def _check_groups(here: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], source: object) -> None:
@@ -222,6 +213,15 @@ def _check_groups(here: Sequence[Sequence[str]], saved: Sequence[Mapping[str, An
             f"{str(source)!r} is of an optimizer with {there} parameters in its groups, and the one here has {own}: it is "
             "of another model, or the groups were made otherwise. Build the optimizer as it was when it was saved."
         )
+
+
+def _allocate_like(shape: Any, parameter: torch.Tensor) -> Any:
+    """Return memory for a state of a parameter: split as the parameter is, if it has its shape."""
+    if not isinstance(shape, torch.Tensor):
+        return shape
+    if tuple(shape.shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=shape.dtype)
+    return torch.zeros(shape.shape, dtype=shape.dtype)
 
 
 # --- version 1 of FSDP, whose state torch collects -------------------------------------------------------------------
@@ -266,7 +266,10 @@ def _load_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Path 
     if isinstance(saved, Path):
         state = _load_shards(state, "optimizer", saved)
     else:
-        broadcast_state(state, _by_name(saved, state["param_groups"]) if saved else {})
+        here = [list(group["params"]) for group in state["param_groups"]]
+        shapes, full = _shapes_at_rank0(saved, here)
+        _check_groups(here, shapes["param_groups"], "optimizer.bin")
+        broadcast_state(state, full)
     with _without_torchs_own_warnings():
         if not any(CHECKPOINT_WRAPPER in name.split(".") for name, _ in model.named_parameters()):
             set_optimizer_state_dict(model, optimizer, state)
@@ -277,16 +280,6 @@ def _load_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Path 
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *configs):
             flattened = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
         optimizer.load_state_dict(flattened)
-
-
-def _by_name(saved: StateDict, groups: Sequence[Mapping[str, Any]]) -> StateDict:
-    """Return a full state by the names that the parameters have here."""
-    here = [list(group["params"]) for group in groups]
-    counted = _by_position(saved, here)
-    _check_groups(here, counted["param_groups"], "the checkpoint")
-    names = [name for group in here for name in group]
-    named = [{**group, "params": own} for group, own in zip(counted["param_groups"], here, strict=True)]
-    return {"state": {names[index]: entry for index, entry in counted["state"].items()}, "param_groups": named}
 
 
 @contextmanager
