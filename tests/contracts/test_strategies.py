@@ -46,6 +46,8 @@ RUNS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "parallel": (2, split),
 }
 """Strategy -> on how many processes any model runs under it, and the arguments that select it."""
+GATHERING = ("fsdp1", "fsdp2", "parallel")
+"""The strategies that bring full weights together on the main process alone."""
 
 
 def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
         losses.append(loss.item())
     inner = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     weights = accelerator.get_state_dict(model)
-    shards = accelerator.strategy.caps.shards
+    shards = name in GATHERING
     has_weights = not shards or accelerator.is_main_process
     shares = accelerator.strategy.data_shard()[1]
     peers = accelerator.num_processes // shares

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
+from accelerate._base.errors import CheckpointError
 from accelerate.strategies.fsdp.public import (
     load_fsdp_model,
     load_fsdp_optimizer,
@@ -103,6 +104,11 @@ def save_and_load(folder: str, sharder: str) -> dict[str, Any]:
             "no key is wrong": (list(result.missing_keys), list(result.unexpected_keys)) == ([], []),
             "files": sorted(str(path.relative_to(target)) for path in target.iterdir()),
         }
+        if kind == "FULL_STATE_DICT":
+            first, *others = fresh.parameters()
+            other = torch.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
+            with pytest.raises(CheckpointError, match=r"with \[6\] parameters in its groups.* has \[1, 5\]"):
+                load_fsdp_optimizer(plugin, accelerator, other, fresh, target, use_dcp=use_dcp)
     dist.barrier()
     dist.destroy_process_group()
     return seen

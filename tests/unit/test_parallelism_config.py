@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from accelerate import ParallelismConfig
+from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate.utils import (
     DeepSpeedSequenceParallelConfig,
@@ -46,6 +47,7 @@ def test_sizes_not_given_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch)
 def test_names_of_axes() -> None:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=3, cp_size=5, tp_size=7)
     assert config.total_size == 210
+    assert list(config.sizes) == [axis.value for axis in MeshAxis]
     assert (config.data_parallel_size, config.non_data_parallel_size) == (6, 35)
     assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
     assert config.non_dp_dim_names == ["tp", "cp"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.run_config import RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_SHARDING_AXES = ("dp_shard", "sp")
-_OWN_AXES = ("dp_replicate", "cp", "tp", "pp")
+_SHARDING_AXES = {MeshAxis.DP_SHARD, MeshAxis.SP}
 
 Rule = Callable[[RunConfig, Mapping[str, str]], None]
 
@@ -155,8 +155,8 @@ def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"{_with_origin(config, 'use_parallelism_config')} needs FSDP 2, and {_with_origin(config, 'fsdp_version')}. "
             "Write --fsdp_version 2."
         )
-    used = {axis for axis in (*_SHARDING_AXES, *_OWN_AXES) if config[f"parallelism_config_{axis}_size"] > 1}
-    if used & set(_SHARDING_AXES) or (config.is_typed("use_parallelism_config") and not used):
+    used = {axis for axis in MeshAxis if config[f"parallelism_config_{axis}_size"] > 1}
+    if used & _SHARDING_AXES or (config.is_typed("use_parallelism_config") and not used):
         raise ConfigurationError(
             f"{_with_origin(config, 'use_parallelism_config')} needs an engine that shards. Add --use_fsdp "
             "--fsdp_version 2, or --use_deepspeed."

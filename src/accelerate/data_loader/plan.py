@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 from typing import Any, ClassVar, NamedTuple
 
+from accelerate._base.enums import MeshAxis
+
 
 class Share(NamedTuple):
     """What one process holds of a batch: its rows, and how many of the leading ones are real; None if unknown.
@@ -89,10 +91,10 @@ def data_shard(
     """
     if not mesh_sizes:
         return rank, world_size
-    tensor, context = mesh_sizes.get("tp", 1), mesh_sizes.get("cp", 1)
+    tensor, context = mesh_sizes.get(MeshAxis.TP, 1), mesh_sizes.get(MeshAxis.CP, 1)
     if divides_by_tensor_parallel:
         return rank // tensor, world_size // tensor
-    shares = mesh_sizes.get("dp_replicate", 1) * mesh_sizes.get("dp_shard", 1)
+    shares = mesh_sizes.get(MeshAxis.DP_REPLICATE, 1) * mesh_sizes.get(MeshAxis.DP_SHARD, 1)
     # The stages of a pipeline are the outermost axis.
     return rank // (tensor * context) % shares, shares
 

@@ -91,7 +91,6 @@ class Capabilities:
         replicates: Every rank holds the whole model and gradients are averaged between ranks.
         joinable: Ranks may have different numbers of batches under `join_uneven_inputs`.
         clips_by_value: Gradients can be clipped element by element.
-        shards: Each rank holds a part of the weights.
         holds_back_gradients: The exchange of gradients can wait until an accumulation window closes.
         hides_open_gradients: Gradients are not in the parameters until they were exchanged.
     """
@@ -99,7 +98,6 @@ class Capabilities:
     replicates: bool = False
     joinable: bool = False
     clips_by_value: bool = True
-    shards: bool = False
     holds_back_gradients: bool = False
     hides_open_gradients: bool = False
 

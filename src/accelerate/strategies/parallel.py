@@ -35,7 +35,7 @@ class ParallelStrategy(Strategy):
     """Tensor, context and pipeline parallelism by torch, and replicas of all that; weights are not sharded."""
 
     name: ClassVar[str] = "parallel"
-    caps: ClassVar[Capabilities] = Capabilities(shards=True, holds_back_gradients=True)
+    caps: ClassVar[Capabilities] = Capabilities(holds_back_gradients=True)
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)

@@ -33,7 +33,7 @@ class FSDPStrategy(Strategy):
     """Each rank holds a part of the weights, gradients and optimizer state, and reads its own data."""
 
     engine: ClassVar[str | None] = "fsdp"
-    caps: ClassVar[Capabilities] = Capabilities(shards=True, holds_back_gradients=True, hides_open_gradients=True)
+    caps: ClassVar[Capabilities] = Capabilities(holds_back_gradients=True, hides_open_gradients=True)
     version: ClassVar[int]
 
     def __init__(self, context: StrategyContext) -> None:
