@@ -44,10 +44,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.scaler = scaler
         self.gradient_state = GradientState()
         self.device_placement = device_placement
+        self.accelerator_state: Any = None
         self._stepped = True
-        self._progress: Progress | None = None
+        self.progress: Progress | None = None
         self._overflow: torch.Tensor | None = None
-        self._fused_backward = type(optimizer).__module__.startswith("lomo_optim")
+        self.fused_backward = type(optimizer).__module__.startswith("lomo_optim")
         if device_placement and optimizer.state:
             _place_state(optimizer, current.runtime().device)
         if scaler is not None:
@@ -73,9 +74,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         state = self.gradient_state
         if not state.sync_gradients:
             return None
-        if self._progress is not None:
-            self._progress.advance(state.active_dataloader)
-        if self._fused_backward:
+        if self.progress is not None:
+            self.progress.advance(state.active_dataloader)
+        if self.fused_backward:
             return None
         scaler = self.scaler
         if scaler is None:

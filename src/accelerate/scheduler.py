@@ -65,7 +65,8 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self._derived = steps_per_update is None and not split_batches
         self._pace = current.runtime().world_size if self._derived else (steps_per_update or 1)
-        self._epoch_lengths: tuple[int, ...] = ()
+        self.epoch_lengths: Sequence[int] = ()
+        """How many single-process steps an epoch has: a horizon that is a multiple needs no warning."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if the optimizers have stepped."""
@@ -97,7 +98,7 @@ class AcceleratedScheduler:
         if current.runtime().rank != 0:
             return  # once a run, not once a process
         horizon = _horizon(self.scheduler)
-        if horizon is not None and any(horizon % length == 0 for length in self._epoch_lengths if length):
+        if horizon is not None and any(horizon % length == 0 for length in self.epoch_lengths if length):
             return
         example = horizon or 1000
         warn_once(
@@ -108,10 +109,6 @@ class AcceleratedScheduler:
             "DataLoaderConfiguration(split_batches=True), or Accelerator(step_scheduler_with_optimizer=False).",
             stacklevel=3,
         )
-
-    def written_for(self, epoch_lengths: Sequence[int]) -> None:
-        """Note how many single-process optimizer steps an epoch has: a horizon that is a multiple needs no warning."""
-        self._epoch_lengths = tuple(epoch_lengths)
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates that the last step set."""

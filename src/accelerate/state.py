@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 
-from accelerate._base.enums import DistributedType, PrecisionType
+from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import is_deepspeed_available, is_fp8_available
 from accelerate.config import env
@@ -20,7 +21,7 @@ from accelerate.runtime import current, process_control, process_group
 from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.process_control import do_nothing
 from accelerate.runtime.start import start
-from accelerate.strategies import registry as strategies
+from accelerate.session.setup import FSDP_SWITCH, PROCESS_FACTS, RunSettings, check_agreement, start_run
 from accelerate.strategies.base import EngineRequest
 
 __all__ = [
@@ -40,20 +41,40 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 SharedDict = dict
 
-_FSDP_SWITCH = "ACCELERATE_USE_FSDP"
-_PUBLIC_FACTS = (
-    "_cpu",
-    "backend",
-    "debug",
-    "device",
-    "distributed_type",
-    "local_process_index",
-    "num_processes",
-    "process_index",
-)
+
+class View(Generic[T]):
+    """An attribute that shows, and sets, what another object of the owner holds.
+
+    Args:
+        holder: Dotted path from the owner to that object.
+        description: What it is, for readers of the documentation.
+        name: Its name there, where that is another one.
+    """
+
+    def __init__(self, holder: str, description: str = "", *, name: str | None = None) -> None:
+        self.__doc__ = description
+        self._holder: Callable[[Any], Any] = attrgetter(holder)
+        self._name = name or ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> View[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> View[T] | T:
+        if instance is None:
+            return self
+        value: T = getattr(self._holder(instance), self._name)
+        return value
+
+    def __set__(self, instance: object, value: T) -> None:
+        setattr(self._holder(instance), self._name, value)
 
 
 class ThreadLocalSharedDict(threading.local):
@@ -80,7 +101,7 @@ def is_initialized() -> bool:
 
 def _is_known(state: object, name: str) -> bool:
     """Return whether a started state has this attribute; a property comes here when what it reads is gone."""
-    return name in type(state).__annotations__ or name in _PUBLIC_FACTS or hasattr(type(state), name)
+    return name in type(state).__annotations__ or name in PROCESS_FACTS or hasattr(type(state), name)
 
 
 class ProcessControl:
@@ -296,48 +317,29 @@ class AcceleratorState(ProcessControl):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        cpu = cpu or env.flag("ACCELERATE_USE_CPU")
         if self.initialized:
-            self._check_agreement(mixed_precision, cpu)
+            check_agreement(mixed_precision, cpu)
             return
         if not _from_accelerator:
             raise ConfigurationError(
                 "AcceleratorState() was made before any Accelerator, so there are no settings to show. "
                 "Make an Accelerator() first, or use PartialState() for ranks and devices."
             )
-        precision = resolve_precision(mixed_precision)
-        request = EngineRequest.from_plugins(
-            deepspeed=deepspeed_plugin, fsdp=fsdp_plugin, megatron=megatron_lm_plugin, parallelism=parallelism_config
+        start_run(
+            RunSettings(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                request=EngineRequest.from_plugins(
+                    deepspeed=deepspeed_plugin,
+                    fsdp=fsdp_plugin,
+                    megatron=megatron_lm_plugin,
+                    parallelism=parallelism_config,
+                ),
+                torch_tp_plugin=torch_tp_plugin,
+                group_options=kwargs,
+                **({"dynamo": dynamo_plugin} if dynamo_plugin is not None else {}),
+            )
         )
-        strategies.require_known(request)
-        partial = PartialState(cpu, **kwargs)
-        label = strategies.select(request, current.runtime()).value.label(current.runtime())
-        self.__dict__.update({name: current.PARTIAL[name] for name in _PUBLIC_FACTS})
-        self.distributed_type = partial.distributed_type = label
-        self._mixed_precision = precision
-        self.dynamo_plugin = dynamo_plugin
-        self.deepspeed_plugins = None
-        self.fsdp_plugin = request.engines.get("fsdp")
-        if self.fsdp_plugin is not None and not env.flag(_FSDP_SWITCH):
-            env.put(_FSDP_SWITCH, "true")  # model libraries look there before they load weights
-            self._switched_fsdp_on = True
-        self.torch_tp_plugin = torch_tp_plugin
-        self.parallelism_config = parallelism_config
-        self.device_mesh = None
-        self.use_ipex = False
-
-    def _check_agreement(self, mixed_precision: str | None, cpu: bool) -> None:
-        if cpu and self.device.type != "cpu":
-            raise ConfigurationError(
-                f"cpu=True was given, but this process already runs on {self.device}. Pass cpu=True to the first "
-                "Accelerator of the program, or reset the state in between with `accelerator.reset()`."
-            )
-        if mixed_precision is not None and resolve_precision(mixed_precision) != self._mixed_precision:
-            raise ConfigurationError(
-                f"mixed_precision={mixed_precision!r} was given, but this process already uses "
-                f"{self._mixed_precision!r}. Pass it to the first Accelerator of the program, or reset the state in "
-                "between with `accelerator.reset()`."
-            )
 
     @property
     def initialized(self) -> bool:
@@ -379,7 +381,7 @@ class AcceleratorState(ProcessControl):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         if current.ACCELERATOR.get("_switched_fsdp_on"):
-            env.drop(_FSDP_SWITCH)
+            env.drop(FSDP_SWITCH)
         current.ACCELERATOR.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -394,18 +396,3 @@ class AcceleratorState(ProcessControl):
 
     def __repr__(self) -> str:
         return repr(PartialState()) + f"Mixed precision type: {self.mixed_precision}\n"
-
-
-def resolve_precision(mixed_precision: str | PrecisionType | None) -> str:
-    """Return the number format that an argument, else ACCELERATE_MIXED_PRECISION, asks for.
-
-    Raises:
-        ConfigurationError: If there is no such format.
-    """
-    given = mixed_precision if mixed_precision is not None else env.get("ACCELERATE_MIXED_PRECISION", "no")
-    name = str(given).lower()
-    if name not in PrecisionType.list():
-        raise ConfigurationError(
-            f"mixed_precision={given!r} is not a number format. Write one of {', '.join(PrecisionType.list())}."
-        )
-    return name

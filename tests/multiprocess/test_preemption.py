@@ -42,8 +42,8 @@ def stop_at_random(seed: int, rounds: int) -> list[tuple[int, bool]]:
             answers = {accelerator.should_stop for _ in range(reads)}
         ends.append((accelerator.progress.step, len(answers) == 1))
         accelerator.wait_for_everyone()
-        accelerator._stop_listening()
-        accelerator._preemption = None  # the next round agrees anew
+        accelerator._run_progress.stop_listening()
+        accelerator._run_progress.preemption = None  # the next round agrees anew
     return ends
 
 

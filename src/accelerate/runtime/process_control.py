@@ -1,20 +1,25 @@
-"""Run code on some processes only, one after another, or on a share of the inputs."""
+"""Run code on some processes only, one after another, on a share of the inputs, or under a debugger or profiler."""
 
 from __future__ import annotations
 
 import functools
+import pdb  # noqa: T100 - a debugger is what this module offers
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from accelerate._base.constants import PROFILE_PATTERN_NAME
 from accelerate._base.errors import ConfigurationError
-from accelerate.runtime import current
+from accelerate.config.plugins.training import ProfileKwargs
+from accelerate.runtime import current, process_group
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_DEBUGGER_POLL_SECONDS = 0.05
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -42,14 +47,28 @@ def one_goes_first(first: bool) -> Iterator[None]:
             barrier()
 
 
-def only_if(condition: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return `function` restricted to processes for which `condition` holds at the time of the call."""
+def run_only_if(condition: Callable[[], bool], function: Callable[..., Any] | None = None) -> Any:
+    """Restrict a function to processes for which `condition` holds at the time of the call; a decorator without one."""
+    if function is None:
+        return functools.partial(run_only_if, condition)
 
     @functools.wraps(function)
-    def restricted(*args: P.args, **kwargs: P.kwargs) -> R | None:
+    def restricted(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if condition() else None
 
     return restricted
+
+
+@contextmanager
+def profile(options: ProfileKwargs) -> Iterator[Any]:
+    """Profile the block with torch's profiler, then write this rank's trace where the options say, all ranks together."""
+    with options.build() as profiler:
+        yield profiler
+    if options.output_trace_dir is not None:
+        folder = Path(options.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=current.runtime().rank)))
+        barrier()
 
 
 def share_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -110,3 +129,44 @@ def _repeat_last(share: Any, inputs: Any, missing: int) -> Any:
     import numpy
 
     return numpy.concatenate([share, *[last] * missing])
+
+
+class _DebuggerPrompt(pdb.Pdb):
+    """A debugger that tells when its first prompt was left."""
+
+    def __init__(self, left: Callable[[], None]) -> None:
+        super().__init__()
+        self._left: Callable[[], None] | None = left
+
+    def interaction(self, *args: Any, **kwargs: Any) -> None:
+        """Talk to the user, then tell it the first time."""
+        super().interaction(*args, **kwargs)
+        if self._left is not None:
+            self._left()
+            self._left = None
+
+
+def open_debugger(frame: FrameType, rank: int) -> None:
+    """Open the debugger in `frame` on one rank, and keep the others waiting until it goes on.
+
+    They wait at the store where the ranks met: a collective would run into its time limit.
+
+    Raises:
+        ConfigurationError: If there is no such rank.
+    """
+    runtime = current.runtime()
+    if not 0 <= rank < runtime.world_size:
+        raise ConfigurationError(
+            f"breakpoint(rank={rank!r}) was called in a run of {runtime.world_size} process(es), so all would wait for "
+            f"a debugger that nobody opens. Write a rank from 0 to {runtime.world_size - 1}."
+        )
+    if not runtime.is_distributed:
+        pdb.Pdb().set_trace(frame)
+        return
+    store = process_group.store()
+    key = f"accelerate/breakpoint/{current.next_number('breakpoint')}"
+    if runtime.rank == rank:
+        _DebuggerPrompt(lambda: store.set(key, "left")).set_trace(frame)
+        return
+    while not store.check([key]):
+        time.sleep(_DEBUGGER_POLL_SECONDS)

@@ -41,7 +41,7 @@ class Tally:
         self.count = state["count"]
 
 
-class Run:
+class TrainedRun:
     """A small training whose every value can be compared."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -115,7 +115,7 @@ def check_checkpoint(accelerator: Accelerator, board: Noticeboard) -> None:
     with _folder_of_all(board) as folder:
         if folder is None:
             return
-        run = Run(accelerator)
+        run = TrainedRun(accelerator)
         run.train(iter(run.loader))
         batches = iter(run.loader)
         run.train(batches, limit=_DONE)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.runtime.process_control import do_nothing, only_if, share_bounds, split_between
+from accelerate.runtime.process_control import do_nothing, run_only_if, share_bounds, split_between
 
 
 def shares(inputs: Any, world_size: int, apply_padding: bool = False) -> list[Any]:
@@ -122,7 +122,7 @@ def test_one_process_gets_the_very_inputs() -> None:
 def test_a_restricted_function_asks_at_each_call() -> None:
     allowed = False
 
-    @lambda function: only_if(lambda: allowed, function)
+    @lambda function: run_only_if(lambda: allowed, function)
     def add(left: int, right: int = 1) -> int:
         """Add."""
         return left + right

@@ -114,7 +114,7 @@ def test_the_launcher_is_told_while_it_listens(
 def test_an_accelerator_that_listens_can_be_pickled(accelerator: Accelerator) -> None:
     assert not accelerator.should_stop
     other = pickle.loads(pickle.dumps(accelerator))
-    assert other._preemption is None
+    assert other._run_progress.preemption is None
 
 
 def test_leaving_has_an_exit_code_of_its_own(accelerator: Accelerator) -> None:
@@ -129,10 +129,10 @@ def test_leaving_has_an_exit_code_of_its_own(accelerator: Accelerator) -> None:
 
 
 def test_reads_count_where_no_optimizer_steps(accelerator: Accelerator) -> None:
-    assert accelerator._clock() == 1
-    assert accelerator._clock() == 2
+    assert accelerator._run_progress._current_step() == 1
+    assert accelerator._run_progress._current_step() == 2
     accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    assert accelerator._clock() == 0
+    assert accelerator._run_progress._current_step() == 0
 
 
 # --- several processes, as threads with one store ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.session.bundle import Bundle, Kind
+from accelerate.session.prepared import Bundle, ObjectKind
 
 
 def parts() -> list[Any]:
@@ -22,21 +22,24 @@ def parts() -> list[Any]:
 def test_kinds_and_order() -> None:
     given = parts()
     bundle = Bundle(given)
-    assert [slot.kind for slot in bundle.slots] == [
-        Kind.MODEL,
-        Kind.OPTIMIZER,
-        Kind.SCHEDULER,
-        Kind.LOADER,
-        Kind.OTHER,
+    assert [slot.kind for slot in bundle.arguments] == [
+        ObjectKind.MODEL,
+        ObjectKind.OPTIMIZER,
+        ObjectKind.SCHEDULER,
+        ObjectKind.LOADER,
+        ObjectKind.OTHER,
     ]
-    assert [slot.given for slot in bundle.of(Kind.LOADER, Kind.MODEL)] == [given[0], given[3]]
+    assert [slot.given for slot in bundle.of(ObjectKind.LOADER, ObjectKind.MODEL)] == [given[0], given[3]]
     assert bundle.results() == tuple(given)
     assert Bundle(given[:1]).results() is given[0]
 
 
 def test_flags_of_placement() -> None:
     given = parts()
-    assert [slot.device_placement for slot in Bundle(given, [True, False, None, None, None]).slots][:2] == [True, False]
+    assert [slot.device_placement for slot in Bundle(given, [True, False, None, None, None]).arguments][:2] == [
+        True,
+        False,
+    ]
     with pytest.raises(ConfigurationError, match="2 entries for 5"):
         Bundle(given, [True, False])
 
@@ -56,5 +59,5 @@ def test_classes_of_loaders() -> None:
     class Own: ...
 
     own = Own()
-    assert Bundle([own]).slots[0].kind is Kind.OTHER
-    assert Bundle([own], loader_classes=(Own,)).slots[0].kind is Kind.LOADER
+    assert Bundle([own]).arguments[0].kind is ObjectKind.OTHER
+    assert Bundle([own], loader_classes=(Own,)).arguments[0].kind is ObjectKind.LOADER

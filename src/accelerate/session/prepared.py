@@ -1,0 +1,401 @@
+"""Turn models, optimizers, schedulers and loaders into their prepared form, and keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import warn_once
+from accelerate.config import env
+from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader.samplers import check_splittable
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside
+from accelerate.runtime import current
+from accelerate.runtime.gradient_clock import Progress
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.session.setup import Run
+
+_MARK = "_is_accelerate_prepared"
+ReplacedParameters = Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
+"""Old parameter -> the one in its place; None for one that is trained on another rank."""
+
+
+class ObjectKind(Enum):
+    """What an argument of `prepare` is."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    SCHEDULER = "scheduler"
+    LOADER = "loader"
+    OTHER = "other"
+
+
+_KINDS: tuple[tuple[type, ObjectKind], ...] = (
+    (torch.nn.Module, ObjectKind.MODEL),
+    (torch.optim.Optimizer, ObjectKind.OPTIMIZER),
+    (LRScheduler, ObjectKind.SCHEDULER),
+    (DataLoader, ObjectKind.LOADER),
+)
+
+
+@dataclass
+class Argument:
+    """One argument of `prepare`: what was given, and what goes back in its place."""
+
+    given: Any
+    kind: ObjectKind
+    device_placement: bool | None
+    result: Any
+
+
+class Bundle:
+    """The arguments of one call of `prepare`, in order and by kind.
+
+    Args:
+        args: The objects to prepare.
+        device_placement: A flag per object, or None to use the default for all.
+        loader_classes: Further classes that count as loaders.
+
+    Raises:
+        ConfigurationError: If the flags do not match the objects, or an object was given twice.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        device_placement: Sequence[bool | None] | None = None,
+        loader_classes: tuple[type, ...] = (),
+    ) -> None:
+        if not args:
+            raise ConfigurationError("prepare() was given nothing to prepare. Pass models, optimizers, loaders, ...")
+        if device_placement is not None and len(device_placement) != len(args):
+            raise ConfigurationError(
+                f"device_placement={list(device_placement)!r} has {len(device_placement)} entries for {len(args)} "
+                "objects. Give one entry per object: True, False, or None for the default."
+            )
+        kinds = (*((known, ObjectKind.LOADER) for known in loader_classes), *_KINDS)
+        self.arguments: list[Argument] = []
+        seen: set[int] = set()
+        for given, placement in zip(args, device_placement or [None] * len(args), strict=True):
+            kind = next((kind for known, kind in kinds if isinstance(given, known)), ObjectKind.OTHER)
+            if kind is not ObjectKind.OTHER and id(given) in seen:
+                raise ConfigurationError(
+                    f"The same {kind.value} ({type(given).__name__}) was given twice to prepare(): it would be "
+                    "wrapped twice. Give each object once."
+                )
+            seen.add(id(given))
+            self.arguments.append(Argument(given, kind, placement, given))
+
+    def of(self, *kinds: ObjectKind) -> Iterator[Argument]:
+        """Return the arguments of the given kinds, in their order."""
+        return (argument for argument in self.arguments if argument.kind in kinds)
+
+    def results(self) -> Any:
+        """Return what goes back to the caller: one object, or a tuple in the order of the arguments."""
+        values = tuple(argument.result for argument in self.arguments)
+        return values[0] if len(values) == 1 else values
+
+
+@dataclass
+class PreparedObjects:
+    """The objects of a run. The lists stay the same ones, because other libraries read and edit them."""
+
+    models: list[torch.nn.Module] = field(default_factory=list)
+    """As hooks of other libraries expect them: the user's own, not the replica around it."""
+    wrapped_models: list[torch.nn.Module] = field(default_factory=list)
+    """As `prepare` returned them."""
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    custom: list[Any] = field(default_factory=list)
+    """What was registered for checkpoints."""
+    has_lomo: bool = False
+    """Whether an optimizer updates weights inside the backward pass."""
+
+    def forget(self) -> None:
+        """Let go of all prepared objects."""
+        for kept in (self.models, self.wrapped_models, self.optimizers, self.schedulers, self.loaders):
+            kept.clear()
+        self.has_lomo = False
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of all models, each once."""
+        seen: set[int] = set()
+        for model in self.models:
+            for parameter in model.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter
+
+
+@dataclass
+class Preparer:
+    """Prepare the objects of a run, each kind in its way.
+
+    Args:
+        progress: What the first optimizer counts its updates in.
+        state: What optimizers show as their `accelerator_state`.
+    """
+
+    run: Run
+    objects: PreparedObjects
+    progress: Progress
+    state: Any
+
+    def prepare(self, args: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
+        """Prepare objects in any order and number; nothing is touched if one of them cannot work."""
+        bundle = Bundle(args, device_placement, self.run.options.dataloader_config.custom_classes)
+        self._check(bundle)
+        before = {id(argument): list(argument.given.parameters()) for argument in bundle.of(ObjectKind.MODEL)}
+        for argument in bundle.of(ObjectKind.MODEL):
+            argument.result = self._prepare_checked_model(argument.given, argument.device_placement, evaluation=False)
+        replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {}
+        for argument in bundle.of(ObjectKind.MODEL):
+            replaced |= self.run.strategy.replaced(before[id(argument)], list(argument.result.parameters()))
+        if replaced:
+            # Optimizers that were prepared before their model follow it as well.
+            known = [*(argument.given for argument in bundle.of(ObjectKind.OPTIMIZER)), *self.objects.optimizers]
+            inner = (entry.optimizer if isinstance(entry, AcceleratedOptimizer) else entry for entry in known)
+            remap_optimizers({id(optimizer): optimizer for optimizer in inner}.values(), replaced)
+        for argument in bundle.of(ObjectKind.OPTIMIZER):
+            argument.result = self.prepare_optimizer(argument.given, argument.device_placement)
+        for argument in bundle.of(ObjectKind.LOADER):
+            argument.result = self.prepare_loader(argument.given, argument.device_placement)
+        for argument in bundle.of(ObjectKind.SCHEDULER):
+            argument.result = self.prepare_scheduler(argument.given)
+        return bundle.results()
+
+    def _check(self, bundle: Bundle) -> None:
+        """Refuse what cannot work before anything is changed."""
+        options, strategy = self.run.options, self.run.strategy
+        for argument in bundle.of(ObjectKind.MODEL):
+            self._check_model(argument.given)
+        models = [*self.objects.wrapped_models, *(argument.given for argument in bundle.of(ObjectKind.MODEL))]
+        for argument in bundle.of(ObjectKind.OPTIMIZER):
+            if not _is_prepared(argument.given):
+                self._check_optimizer(argument.given, models)
+        if options.dataloader_config.split_batches and options.global_batch_size is None:
+            for argument in bundle.of(ObjectKind.LOADER):
+                if not _is_prepared(argument.given):
+                    check_splittable(getattr(argument.given, "batch_size", None), strategy.data_shard()[1])
+
+    def _check_model(self, model: torch.nn.Module) -> None:
+        if _is_prepared(model):
+            return
+        if any(is_prepared_inside(model, prepared) for prepared in self.objects.wrapped_models):
+            raise ConfigurationError(
+                f"This {type(model).__name__} was already prepared: wrapping it again would average its gradients twice. "
+                "Use the object that prepare() returned."
+            )
+        bypass = env.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") == "true"
+        if self.run.runtime.is_distributed and has_device_map(model) and not bypass:
+            raise ConfigurationError(
+                f"This {type(model).__name__} is spread over several devices by its `hf_device_map`, which cannot be "
+                "replicated over processes. Load it on one device, or run a single process."
+            )
+        self.run.strategy.check_model(model)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> None:
+        known = {id(parameter) for model in models for parameter in model.parameters()}
+        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) in known for parameter in own):
+            return
+        name = type(optimizer).__name__
+        if models:
+            raise ConfigurationError(
+                f"The parameters of this {name} belong to none of the {len(models)} prepared model(s), so it would train "
+                "nothing that was prepared. Give prepare() the model it optimizes, or build the optimizer from the "
+                "prepared model's parameters."
+            )
+        if self.run.strategy.caps.replicates:
+            warn_once(
+                f"This {name} was prepared without its model: until the model is prepared too, every process trains "
+                "a model of its own. Pass both to one prepare()."
+            )
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None, *, evaluation: bool
+    ) -> torch.nn.Module:
+        """Prepare one model; `evaluation` leaves out what only training needs."""
+        self._check_model(model)
+        return self._prepare_checked_model(model, device_placement, evaluation=evaluation)
+
+    def _prepare_checked_model(
+        self, model: torch.nn.Module, device_placement: bool | None, *, evaluation: bool
+    ) -> torch.nn.Module:
+        prepared, strategy = model, self.run.strategy
+        if not _is_prepared(model):
+            place = self._places(device_placement) and not has_device_map(model)
+            prepared = strategy.prepare_model(model, place=place, evaluation=evaluation)
+            setattr(prepared, _MARK, True)
+        if not _holds(self.objects.wrapped_models, prepared):
+            self.objects.wrapped_models.append(prepared)
+            self.objects.models.append(extract_model_from_parallel(prepared) if strategy.caps.replicates else prepared)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer; the first of a run counts its updates."""
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            prepared = AcceleratedOptimizer(
+                optimizer,
+                device_placement=self._places(device_placement),
+                scaler=self.run.strategy.precision.scaler,
+            )
+            prepared.accelerator_state = self.state
+            setattr(prepared, _MARK, True)
+        else:
+            prepared = optimizer
+        if not _holds(self.objects.optimizers, prepared):
+            prepared.progress = None if self.objects.optimizers else self.progress
+            self.objects.optimizers.append(prepared)
+            self.objects.has_lomo |= prepared.fused_backward
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+        """Prepare one scheduler; it follows the prepared optimizer that it was made for."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            prepared = scheduler
+        else:
+            options = self.run.options
+            optimizers, inner = self.objects.optimizers, getattr(scheduler, "optimizer", None)
+            own = [entry for entry in optimizers if inner is entry or inner is entry.optimizer]
+            shares = self.run.strategy.data_shard()[1]
+            one_batch = options.global_batch_size is not None or options.dataloader_config.split_batches
+            derived = None if shares == self.run.runtime.world_size else shares
+            prepared = AcceleratedScheduler(
+                scheduler,
+                own or optimizers,
+                step_with_optimizer=options.step_scheduler_with_optimizer,
+                split_batches=options.dataloader_config.split_batches,
+                steps_per_update=1 if one_batch else derived,
+            )
+            prepared.epoch_lengths = self._single_process_lengths(shares)
+            setattr(prepared, _MARK, True)
+        if not _holds(self.objects.schedulers, prepared):
+            self.objects.schedulers.append(prepared)
+        return prepared
+
+    def _single_process_lengths(self, shares: int) -> list[int]:
+        """Return how many steps a schedule written for one process may count in an epoch of each loader.
+
+        That is the length of the loader before it was shared, or the length after it times the number of processes.
+        """
+        lengths = []
+        steps = self.run.clock.num_steps
+        for loader in self.objects.loaders:
+            with suppress(TypeError, AttributeError):
+                batches = getattr(loader.batch_sampler, "total_length", None) or len(loader)
+                lengths += [-(-batches // steps), -(-len(loader) // steps) * shares]
+        return lengths
+
+    def prepare_loader(
+        self,
+        loader: Any,
+        device_placement: bool | None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Prepare one loader."""
+        if _is_prepared(loader):
+            if not _holds(self.objects.loaders, loader):
+                self.objects.loaders.append(loader)
+            return loader
+        options = self.run.options
+        config = options.dataloader_config
+        # A mesh says by itself which ranks read the same data, and that they must agree on its order.
+        mesh = current.ACCELERATOR.get("device_mesh")
+        index, count = self.run.strategy.data_shard() if mesh is None else (None, None)
+        prepared = prepare_data_loader(
+            loader,
+            device=self.run.runtime.device,
+            num_processes=count,
+            process_index=index,
+            split_batches=config.split_batches,
+            put_on_device=self._places(device_placement),
+            rng_types=list(options.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=mesh,
+            global_batch_size=options.global_batch_size,
+            custom_classes=config.custom_classes,
+        )
+        setattr(prepared, _MARK, True)
+        self.objects.loaders.append(prepared)
+        return prepared
+
+    def _places(self, device_placement: bool | None) -> bool:
+        return self.run.options.device_placement if device_placement is None else device_placement
+
+
+def has_device_map(model: torch.nn.Module) -> bool:
+    """Return whether the model is spread over several devices."""
+    return any(len(getattr(module, "hf_device_map", {}) or {}) > 1 for module in model.modules())
+
+
+def _is_prepared(value: object) -> bool:
+    return bool(getattr(value, _MARK, False))
+
+
+def _holds(known: Iterable[Any], value: Any) -> bool:
+    return any(value is entry for entry in known)
+
+
+def remap_optimizers(optimizers: Iterable[torch.optim.Optimizer], replaced: ReplacedParameters) -> None:
+    """Replace parameters in the groups and states of optimizers; several may have been joined into one.
+
+    Raises:
+        ConfigurationError: If parameters of two groups were joined into one, or joined ones have a state.
+    """
+    sources: dict[int, int] = {}
+    for new in replaced.values():
+        sources[id(new)] = sources.get(id(new), 0) + 1
+    for optimizer in optimizers:
+        groups = [
+            list(dict.fromkeys(new for new in (replaced.get(old, old) for old in group["params"]) if new is not None))
+            for group in optimizer.param_groups
+        ]
+        every = [id(parameter) for parameters in groups for parameter in parameters]
+        if len(every) != len(set(every)):
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} has {len(groups)} groups of parameters, but the engine joins parameters "
+                "of several of them into one, which can have one learning rate only. Set use_orig_params=True of the "
+                "FSDP plugin, or fsdp_version=2."
+            )
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        for old in [parameter for parameter in replaced if parameter in optimizer.state]:
+            state, new = optimizer.state.pop(old), replaced[old]
+            if new is None:
+                continue
+            if sources[id(new)] > 1:
+                raise ConfigurationError(
+                    f"This {type(optimizer).__name__} has already a state for parameters that the engine joins into one, "
+                    "which cannot take it over. Prepare it before its first step, and restore its state with "
+                    "load_state()."
+                )
+            optimizer.state[new] = {name: _like_parameter(value, old, new) for name, value in state.items()}
+
+
+def _like_parameter(value: Any, old: torch.Tensor, new: Any) -> Any:
+    """Return an entry of an optimizer's state, spread over ranks as its parameter is."""
+    is_split = hasattr(new, "placements") and not hasattr(value, "placements")
+    if not (is_split and isinstance(value, torch.Tensor) and value.shape == old.shape):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)

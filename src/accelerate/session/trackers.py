@@ -1,0 +1,73 @@
+"""The trackers of a run: open, feed and close them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate._base.errors import ConfigurationError
+from accelerate.session.setup import Run
+
+if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
+    from accelerate.tracking import GeneralTracker
+    from accelerate.tracking.registry import Chosen
+
+
+class RunTrackers:
+    """Record a run with the trackers that `log_with` names; only the main process does."""
+
+    def __init__(self, run: Run, log_with: Any) -> None:
+        self.run = run
+        self.open: list[GeneralTracker] = []
+        self.has_ended = False
+        if log_with is not None:
+            from accelerate.tracking import filter_trackers
+
+            run.options.log_with = filter_trackers(log_with, run.options.project_configuration.logging_dir)
+
+    def start(
+        self, project_name: str, config: dict[str, Any] | None, init_kwargs: dict[str, dict[str, Any]] | None
+    ) -> None:
+        """Open a run on every tracker."""
+        if self.has_ended:  # a second run after `end_training`
+            self.open.clear()
+            self.has_ended = False
+        if self.run.runtime.rank != 0:
+            return
+        made = [self._make(chosen, project_name, init_kwargs or {}) for chosen in self.run.options.log_with]
+        new = [tracker for tracker in made if not any(tracker is known for known in self.open)]
+        for tracker in new:
+            tracker.start()
+            self.open.append(tracker)
+        if config is not None:
+            for tracker in new:
+                tracker.store_init_configuration(config)
+
+    def _make(self, chosen: Chosen, project_name: str, init_kwargs: dict[str, dict[str, Any]]) -> GeneralTracker:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+        if isinstance(chosen, GeneralTracker):
+            return chosen
+        make: Any = LOGGER_TYPE_TO_CLASS[str(chosen)]
+        folder = (self.run.options.project_configuration.logging_dir,) if make.requires_logging_directory else ()
+        tracker: GeneralTracker = make(project_name, *folder, **init_kwargs.get(str(chosen), {}))
+        return tracker
+
+    def get(self, name: str, *, unwrap: bool) -> Any:
+        """Return a tracker by its name, or the object of its package; a blank one where nothing is recorded."""
+        for tracker in self.open:
+            if tracker.name == str(name):
+                return tracker.tracker if unwrap else tracker
+        if not self.open:
+            from accelerate.tracking.base import BlankTracker
+
+            return BlankTracker(str(name))
+        raise ConfigurationError(
+            f"There is no tracker {str(name)!r} in this run: it records with "
+            f"{', '.join(repr(tracker.name) for tracker in self.open)}. Write one of these, or add it to log_with."
+        )
+
+    def log(self, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict[str, Any]] | None) -> None:
+        """Record values with every tracker."""
+        if self.run.runtime.rank == 0:
+            for tracker in self.open:
+                tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
