@@ -283,7 +283,7 @@ def _add_tied_names(found: dict[str, Any], own: Mapping[str, Any]) -> None:
 
 
 class ObjectPart:
-    """An object whose state is one torch file, the same on all ranks."""
+    """An object whose state is one file, the same on all ranks; what was read as None is not restored."""
 
     everywhere = False
 
@@ -302,7 +302,8 @@ class ObjectPart:
         return read_torch(folder / self.file, options)
 
     def restore(self, payload: Any) -> None:
-        self.held.load_state_dict(payload)
+        if payload is not None:
+            self.held.load_state_dict(payload)
 
 
 class OptimizerPart(ObjectPart):
@@ -364,10 +365,6 @@ class ScalerPart(ObjectPart):
             )
             return None
         return super().read(folder, options)
-
-    def restore(self, payload: Any) -> None:
-        if payload is not None:
-            super().restore(payload)
 
 
 class LoaderPart:

@@ -57,23 +57,17 @@ def check_custom_count(folder: Path, parts: Sequence[Part]) -> None:
         )
 
 
-class ProgressPart:
+class ProgressPart(ObjectPart):
     """The counters of a run."""
 
-    name = "progress"
-    everywhere = False
-
     def __init__(self, progress: Stateful) -> None:
-        self.progress = progress
-
-    def snapshot(self) -> Any:
-        return self.progress.state_dict()
+        super().__init__("progress", PROGRESS, progress)
 
     def write(self, payload: Any, folder: FolderWriter) -> None:
-        folder.write_json(PROGRESS, payload)
+        folder.write_json(self.file, payload)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
-        path = folder / PROGRESS
+        path = folder / self.file
         if not path.is_file():
             return None  # a checkpoint of another library
         try:
@@ -82,10 +76,6 @@ class ProgressPart:
             raise CheckpointError(
                 f"{str(path)!r} is not JSON ({error}): it is broken. Use another checkpoint."
             ) from error
-
-    def restore(self, payload: Any) -> None:
-        if payload is not None:
-            self.progress.load_state_dict(payload)
 
 
 class WindowCounts(Protocol):

@@ -63,19 +63,6 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What went wrong on a rank, in words that can be sent to the others."""
-
-    rank: int
-    text: str
-
-    @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
-        """Put an error into words."""
-        return cls(rank, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
-
-
-@dataclass(frozen=True)
 class RankGroup:
     """The ranks of a run that write and read one checkpoint together, seen from one of them.
 
@@ -110,16 +97,17 @@ class RankGroup:
         Raises:
             CheckpointError: The same on every rank, if any rank has failed.
         """
-        own = Failure.of(self.topology.rank, value) if isinstance(value, Exception) else value
-        entries: list[tuple[int, Any]] = self.communicator.gather_object((self.leader, own))
-        failures = [entry for _, entry in entries if isinstance(entry, Failure)]
+        error = value if isinstance(value, Exception) else None
+        name = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        own = (self.leader, value, None) if error is None else (self.leader, None, f"{name}{error}")
+        answers: list[tuple[int, Any, str | None]] = self.communicator.gather_object(own)
+        failures = [f"Rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(answers) if failure is not None]
         if failures:
-            first = failures[0]
             others = f" ({len(failures) - 1} other rank(s) failed too)" if len(failures) > 1 else ""
             raise CheckpointError(
-                f"The checkpoint {str(target)!r} could not be {doing}. Rank {first.rank}: {first.text}{others}"
-            ) from (value if isinstance(value, Exception) else None)
-        return [entry for leader, entry in entries if leader == self.leader]
+                f"The checkpoint {str(target)!r} could not be {doing}. {failures[0]}{others}"
+            ) from error
+        return [answer for leader, answer, _ in answers if leader == self.leader]
 
 
 class Checkpointer:

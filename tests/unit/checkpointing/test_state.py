@@ -16,7 +16,7 @@ from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Facts
 from accelerate.checkpointing.parts import LoadOptions
 from accelerate.checkpointing.snapshot import Snapshot
-from accelerate.checkpointing.state import Failure, PendingSave, RankGroup, StagedSave
+from accelerate.checkpointing.state import PendingSave, RankGroup, StagedSave
 from accelerate.collectives import SoloCommunicator
 from accelerate.runtime.atomic import make_stage
 from accelerate.runtime.topology import Topology
@@ -97,7 +97,7 @@ def test_a_failure_leaves_nothing_and_the_old_one_as_it_was(tmp_path: Path, inte
 
 
 def test_a_failure_elsewhere_is_the_same_error_here(tmp_path: Path) -> None:
-    group = RankGroup(Rehearsed([(0, Failure(1, "OSError: full"))]), Topology(0, 2, 0, 2, "test"))
+    group = RankGroup(Rehearsed([(0, None, "OSError: full")]), Topology(0, 2, 0, 2, "test"))
     save = staged(tmp_path / "state", lambda folder: folder.write_json("a", 1), group)
     with pytest.raises(CheckpointError, match="Rank 1: OSError: full"):
         save.complete()
@@ -116,7 +116,7 @@ def test_each_machine_has_its_leader_and_its_files() -> None:
     assert (shared.leads, shared.leader) == (False, 0)
     assert (own.leads, own.leader) == (False, 4)
     assert RankGroup(SoloCommunicator(), Topology(4, 8, 0, 4, "test"), True).leads
-    group = RankGroup(Rehearsed([(0, "other machine"), (4, "this machine")]), topology, True)
+    group = RankGroup(Rehearsed([(0, "other machine", None), (4, "this machine", None)]), topology, True)
     assert group.agree("here", Path("target"), "done") == ["here", "this machine"]
 
 

@@ -23,7 +23,6 @@ from accelerate._base.errors import WrongTypeError
 from accelerate.checkpointing import torch_files
 from accelerate.checkpointing.files import checksum
 from accelerate.checkpointing.torch_files import load, load_in_threads, save
-from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors
 
 
 def test_a_torch_file(tmp_path: Path) -> None:
@@ -60,14 +59,6 @@ def test_parts_of_one_memory_are_all_saved(tmp_path: Path) -> None:
     found = load_file(tmp_path / "parts.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_cleaning_happens_in_place() -> None:
-    whole = torch.arange(4.0).reshape(2, 2)
-    state: dict[str, Any] = {"turned": whole.T, "word": "kept"}
-    assert clean_state_dict_for_safetensors(state) is state
-    assert state["turned"].is_contiguous()
-    assert state["word"] == "kept"
 
 
 @pytest.mark.parametrize("value", [[torch.ones(1)], {"a": {"b": torch.ones(1)}}, torch.ones(1), {"a": 1}])

@@ -1,0 +1,4 @@
+from accelerate.checkpointing.state_folder import load_accelerator_state as load_accelerator_state
+from accelerate.checkpointing.state_folder import load_custom_state as load_custom_state
+from accelerate.checkpointing.state_folder import save_accelerator_state as save_accelerator_state
+from accelerate.checkpointing.state_folder import save_custom_state as save_custom_state
