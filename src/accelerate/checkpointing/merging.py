@@ -57,8 +57,8 @@ def _merge(folder: Path, target: Path, safe_serialization: bool, remove: bool) -
         with atomic_file(target / SAFE_WEIGHTS_NAME) as partial, partial.open("wb") as file:
             write_safetensors(file, tensors.shapes, {"format": "pt"}, tensors.in_order)
     else:
-        with atomic_file(target / WEIGHTS_NAME) as partial:
-            torch.save(dict(tensors.in_order(tensors.shapes)), partial)
+        with atomic_file(target / WEIGHTS_NAME) as partial, partial.open("wb") as file:
+            torch.save(dict(tensors.in_order(tensors.shapes)), file)
     if remove:
         shutil.rmtree(source)
 

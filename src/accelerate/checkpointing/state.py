@@ -166,7 +166,9 @@ class Checkpointer:
         folder = FolderWriter(stage, group.process_group)
         save = StagedSave(target, folder, group, facts, keep)
         try:
+            # Collect.
             parts = [*_let_hooks_write(state, hooks, stage), *state.run_parts]
+            # Snapshot.
             save.snapshot = Snapshot(part for part in parts if part.everywhere or group.leads)
             if not blocking:
                 save.snapshot.copy_to_host()
@@ -175,6 +177,7 @@ class Checkpointer:
         except BaseException:
             save.discard()
             raise
+        # Write, agree, publish, rotate.
         if blocking:
             save.complete()
         else:
@@ -203,13 +206,15 @@ class Checkpointer:
         """
         group = self.rank_group()
         found: list[tuple[Part, Any]] = []
+        # Find.
         manifest, failure = _find(source, group)
-        # Verify in a second thread while the parts are read; each rank of a machine takes a share of the files.
+        # Verify, in a second thread while the parts are read; each rank of a machine takes a share of the files.
         thread = WorkerThread("accelerate-verify")
         try:
             problems = thread.submit(partial(_verify, source, manifest, group.topology))
             if hooks:  # they do what they like with the program: not before the checkpoint is known to be good
                 _agree_to_load(source, group, problems, failure)
+            # Read.
             if failure is None:
                 try:
                     models = list(state.prepared.models)
@@ -222,7 +227,9 @@ class Checkpointer:
                     found = [(part, part.read(source, options)) for part in parts]
                 except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
                     failure = error
+            # Agree.
             _agree_to_load(source, group, problems, failure)
+            # Restore.
             while found:
                 part, payload = found.pop(0)
                 part.restore(payload)

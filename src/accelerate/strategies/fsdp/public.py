@@ -18,6 +18,7 @@ from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.offload.tensors import find_tied_parameters
 from accelerate.parallel.compile import checkpoint_blocks, inner_block
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_peft_model, plain_name, plain_optimizer
+from accelerate.runtime.atomic import atomic_file
 from accelerate.strategies.broadcast_weights import broadcast_state
 from accelerate.strategies.fsdp.base import (
     LOCAL,
@@ -162,13 +163,13 @@ class _StateFiles:
         """Write a state in shards; `key` is its name inside a folder of torch.distributed.checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.is_by_rank:
-            torch.save(_local_shards(state), self.of_rank)
+            _save(_local_shards(state), self.of_rank)
         elif self.kind == SHARDED:
             write_shards(state, key, self.shards)
         else:
             full = gather_full(state, keep=_rank() == 0)
             if _rank() == 0:
-                torch.save(full, self.full)
+                _save(full, self.full)
 
     def read(self) -> Path | StateDict:
         """Return the folder of shards, or the full state on the first rank; nothing of it on the others."""
@@ -176,6 +177,12 @@ class _StateFiles:
             # A folder that a user gives may be that of the state itself.
             return self.shards if self.shards.is_dir() else self.folder
         return _load(self.full) if _rank() == 0 else {}
+
+
+def _save(state: StateDict, target: Path) -> None:
+    # To an open file: torch would write the name of the partial one into it.
+    with atomic_file(target) as partial, partial.open("wb") as file:
+        torch.save(state, file)
 
 
 def _optimizer_files(fsdp_plugin: Any, folder: FilePath, index: int, use_dcp: bool) -> _StateFiles:
