@@ -188,8 +188,8 @@ def resolve_options(
             "torch_tp_plugin is deprecated; write parallelism_config=ParallelismConfig(tp_size=...).", FutureWarning
         )
         parallelism_config = ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
-    elif parallelism_config is None and env.flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        parallelism_config = ParallelismConfig()
+    elif parallelism_config is None:
+        parallelism_config = ParallelismConfig.from_environment()
     project = project_config if project_config is not None else ProjectConfiguration()
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))

@@ -24,7 +24,7 @@ from accelerate.runtime.torch_private import after_backward
 from accelerate.strategies import tools
 from accelerate.strategies.base import Capabilities, EngineRequest, Step, Strategy, StrategyContext
 from accelerate.strategies.broadcast_weights import equal_weights_step
-from accelerate.strategies.sharded_parts import sharded_parts
+from accelerate.strategies.sharded_state import sharded_parts
 
 # Large enough to use the network well, small enough to be no second copy of a big model's gradients.
 BUCKET_BYTES = 25 * 2**20

@@ -94,6 +94,40 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): plain_name(name) for name, parameter in inner.named_parameters()}
 
 
+@dataclass(frozen=True)
+class UnshardedParameters:
+    """The parameters of a model as the user knows them, below the wrappers of engines.
+
+    Args:
+        shapes: Name -> full shape, in the order of the model.
+        tied: The names of each parameter that has several.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: list[list[str]]
+
+    _KEPT = "_unsharded_parameters"
+
+    @classmethod
+    def of(cls, model: nn.Module) -> UnshardedParameters:
+        """Return what was kept of a model before version 1 of FSDP flattened it, else look at it; no rank waits."""
+        kept: UnshardedParameters | None = model.__dict__.get(cls._KEPT)
+        if kept is not None:
+            return kept
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        shapes: dict[str, tuple[int, ...]] = {}
+        aliases: dict[int, list[str]] = {}
+        for path, parameter in inner.named_parameters(remove_duplicate=False):
+            name = plain_name(path)
+            shapes[name] = tuple(parameter.shape)
+            aliases.setdefault(id(parameter), []).append(name)
+        return cls(shapes, [group for group in aliases.values() if len(group) > 1])
+
+    def keep_on(self, model: nn.Module) -> None:
+        """Keep this with a model that is flattened by now."""
+        model.__dict__[self._KEPT] = self
+
+
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply this rank's part of the gradients that are there by `factor`."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]

@@ -23,7 +23,7 @@ from accelerate.runtime.runtime import Runtime
 from accelerate.runtime.torch_private import held_back_gradients
 from accelerate.strategies import tools
 from accelerate.strategies.base import Capabilities, EngineRequest, Step, Strategy, StrategyContext
-from accelerate.strategies.sharded_parts import sharded_parts
+from accelerate.strategies.sharded_state import sharded_parts
 
 FULL, LOCAL, SHARDED = "FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"
 _POLICY_DTYPES = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}

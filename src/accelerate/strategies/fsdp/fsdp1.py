@@ -21,8 +21,8 @@ from accelerate.runtime.torch_private import flat_parameter_names, flat_pieces, 
 from accelerate.strategies.base import StrategyContext
 from accelerate.strategies.broadcast_weights import PendingTensor, WeightBroadcast, require_memory
 from accelerate.strategies.fsdp.base import FSDPStrategy, ignored_modules, unit_names
-from accelerate.strategies.sharded_state import UnshardedParameters, model_state
-from accelerate.strategies.tools import Groups
+from accelerate.strategies.sharded_state import model_state
+from accelerate.strategies.tools import Groups, UnshardedParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
