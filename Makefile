@@ -95,6 +95,7 @@ walks: $(VENV)/.dev
 	$(BIN)/python -m tools.record_walks
 
 pages: walks
+	$(BIN)/python -m tools.write_pages
 
 bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
 	$(BIN)/python benchmarks/run.py --reference $(REFERENCE_VENV)/bin/python

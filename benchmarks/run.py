@@ -6,19 +6,21 @@ python benchmarks/run.py --reference .venv-reference/bin/python --output benchma
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import time
 from pathlib import Path
 
 from budgets import CASES, Case, Line, Results
 from measure import CaseFailure, default_interpreters, log, measure
-from report import row, write_json, write_plots, write_table
+from report import row, write_json, write_plots, write_readme, write_table
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure every speed promise and say whether it holds.")
     parser.add_argument("--reference", type=Path, help="interpreter with the package to compare with")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--readme", action="store_true", help="put the figures into README.md")
     parser.add_argument("--cases", nargs="+", choices=sorted({case.key for case in CASES}), help="default: all")
     return parser.parse_args()
 
@@ -51,6 +53,8 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     write_table(lines, options.output / "results.md")
     write_json(lines, measured, options.output / "results.json")
+    if options.readme:
+        write_readme(json.loads((options.output / "results.json").read_text()))
     plots = write_plots(measured, options.output)
     failed = sum(not line.passed for line in lines)
     log([f"{len(lines) - failed} of {len(lines)} budgets hold, {time.perf_counter() - started:.0f} s;"])

@@ -1,0 +1,65 @@
+"""The support matrix, device x strategy x number format, made from the registries."""
+
+from __future__ import annotations
+
+from accelerate._base.enums import DistributedType, PrecisionType
+from accelerate.devices import registry as devices
+from accelerate.devices.base import DeviceBackend
+from accelerate.precision import formats as precisions
+from accelerate.strategies import registry as strategies
+
+# The contract test of the strategies trains on this device under every strategy in every number format.
+RUN_IN_TESTS = frozenset({"cpu"})
+# What the public interface names and no registry has is shown too, so that nobody has to try.
+KNOWN_DEVICES = ("xla",)
+KNOWN_STRATEGIES = ("deepspeed", "megatron", "xla")
+NOT_THERE = "-"
+
+_DEVICE_TITLES = {"neuron": "Neuron", "xla": "XLA (TPU)"}
+_STRATEGY_TITLES = {
+    "single": "one process",
+    "ddp": "DDP",
+    "fsdp1": "FSDP 1",
+    "fsdp2": "FSDP 2",
+    "parallel": "tensor, context, pipeline parallel",
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron-LM",
+    "xla": "XLA",
+}
+
+
+def render() -> str:
+    """Return the matrix as a table, with what its marks mean."""
+    built = [strategy.name for strategy in reversed(strategies.all_strategies())]
+    rows = built + [name for name in KNOWN_STRATEGIES if name not in built]
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for device, backend in _devices().items():
+        cells = tuple(_cell(backend, built=name in built, single=name == "single") for name in rows)
+        # Devices that differ in nothing but their name share a column.
+        columns.setdefault(cells, []).append(_DEVICE_TITLES.get(device, device.upper()))
+    lines = ["| | " + " | ".join(", ".join(titles) for titles in columns.values()) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for number, name in enumerate(rows):
+        cells = tuple(column[number] for column in columns)
+        lines.append(f"| {_STRATEGY_TITLES.get(name, name)} | {' | '.join(cells)} |")
+    lines += ["", f"**Bold**: run in the tests. Plain: built, not run here. `{NOT_THERE}`: not there."]
+    missing = [name for name in PrecisionType.list() if name not in precisions.FORMATS]
+    if missing:
+        lines.append(f"The number format {', '.join(missing)} is not there on any device.")
+    return "\n".join(lines)
+
+
+def _devices() -> dict[str, DeviceBackend | None]:
+    """Return every device by its type, the one that the tests run on first; None for one that is not there."""
+    backends = sorted(devices.all_backends(), key=lambda backend: (backend.type not in RUN_IN_TESTS, backend.type))
+    found: dict[str, DeviceBackend | None] = {backend.type: backend for backend in backends}
+    return found | {name: None for name in KNOWN_DEVICES if name not in found}
+
+
+def _cell(backend: DeviceBackend | None, *, built: bool, single: bool) -> str:
+    # Devices without a label for several processes form no group.
+    alone = backend is not None and backend.label is DistributedType.NO
+    if backend is None or not built or (alone and not single):
+        return NOT_THERE
+    names = " ".join("fp32" if name == "no" else name for name in PrecisionType.list() if name in precisions.FORMATS)
+    return f"**{names}**" if backend.type in RUN_IN_TESTS else names
