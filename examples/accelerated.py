@@ -1,4 +1,4 @@
-"""Train a small network on scikit-learn's digits on any number of processes."""
+"""Train a small network on scikit-learn's digits."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Train a small network on scikit-learn's digits in plain PyTorch."""
+"""Train a small network on scikit-learn's digits."""
 
 import argparse
 

@@ -35,25 +35,28 @@ class Guide:
     """How long a walk should be, and how long it may be.
 
     Args:
+        heading: What the walk is, in a word or two.
+        request: What is called.
         wanted: Files that the walk should pass through at most.
         allowed: Files that it may pass through today; this number only falls.
         reason: Why more than the wanted files are allowed, for the page.
     """
 
-    title: str
+    heading: str
+    request: str
     wanted: int
     allowed: int
     reason: str = ""
 
 
 GUIDES = {
-    "launch": Guide("`accelerate launch --cpu --num_processes 2 train.py`, until the first worker starts", 20, 40),
-    "construct": Guide("`Accelerator(...)`", 12, 36),
-    "prepare": Guide("`prepare(model, optimizer, loader, scheduler)`", 10, 26),
-    "step": Guide("a step: `accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 14),
-    "save": Guide("`save_state`", 14, 45),
-    "load": Guide("`load_state`", 14, 45),
-    "big": Guide("a big model: `init_empty_weights`, `load_checkpoint_and_dispatch` from the disk, a forward", 14, 18),
+    "launch": Guide("Launch", "`accelerate launch --cpu --num_processes 2 train.py`, until a worker starts", 20, 40),
+    "construct": Guide("Construction", "`Accelerator(...)`", 12, 36),
+    "prepare": Guide("Prepare", "`prepare(model, optimizer, loader, scheduler)`", 10, 26),
+    "step": Guide("A step", "`accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 14),
+    "save": Guide("Save", "`save_state(folder)`", 14, 45),
+    "load": Guide("Load", "`load_state(folder)`", 14, 45),
+    "big": Guide("A big model", "`init_empty_weights`, `load_checkpoint_and_dispatch` to the disk, a forward", 14, 18),
 }
 
 
@@ -288,13 +291,13 @@ def _environment() -> dict[str, str]:
 
 def render(walks: dict[str, Walk]) -> str:
     """Return the section of the page."""
-    lines = ["| way | files | guide | hops |", "|---|---:|---:|---:|"]
+    lines = ["| way | what is called | files | guide | hops |", "|---|---|---:|---:|---:|"]
     for name, guide in GUIDES.items():
         walk = walks[name]
-        lines.append(f"| {guide.title} | {walk.num_files} | {guide.wanted} | {walk.hops} |")
-    lines += [f"\n{GUIDES[name].title}: {GUIDES[name].reason}" for name in over_guide(walks) if GUIDES[name].reason]
+        lines.append(f"| {guide.heading} | {guide.request} | {walk.num_files} | {guide.wanted} | {walk.hops} |")
+    lines += [f"\n{GUIDES[name].heading}: {GUIDES[name].reason}" for name in over_guide(walks) if GUIDES[name].reason]
     for name, guide in GUIDES.items():
-        lines += ["", f"### {guide.title[0].upper()}{guide.title[1:]}", ""]
+        lines += ["", f"### {guide.heading}", ""]
         entries = [*walks[name].entries.items()]
         lines += [f"{number}. `{file}`: `{function}`" for number, (file, function) in enumerate(entries, start=1)]
         if walks[name].helpers:
@@ -311,7 +314,7 @@ def over_guide(walks: dict[str, Walk]) -> list[str]:
 def too_long(walks: dict[str, Walk]) -> list[str]:
     """Return one sentence for each walk that passes through more files than it may."""
     return [
-        f"{guide.title} passes through {walks[name].num_files} files, at most {guide.allowed} are allowed"
+        f"{guide.heading} passes through {walks[name].num_files} files, at most {guide.allowed} are allowed"
         for name, guide in GUIDES.items()
         if walks[name].num_files > guide.allowed
     ]

@@ -61,5 +61,5 @@ def _cell(backend: DeviceBackend | None, *, built: bool, single: bool) -> str:
     alone = backend is not None and backend.label is DistributedType.NO
     if backend is None or not built or (alone and not single):
         return NOT_THERE
-    names = " ".join("fp32" if name == "no" else name for name in PrecisionType.list() if name in precisions.FORMATS)
+    names = ", ".join("fp32" if name == "no" else name for name in PrecisionType.list() if name in precisions.FORMATS)
     return f"**{names}**" if backend.type in RUN_IN_TESTS else names

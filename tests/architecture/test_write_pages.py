@@ -34,7 +34,7 @@ def test_what_is_said_to_run_in_the_tests_does() -> None:
     assert set(RUNS) == set(STRATEGIES)
     bold = [cell for cells in rows().values() for cell in cells if cell.startswith("**")]
     assert len(bold) == len(RUNS)
-    assert {len(cell.strip("*").split()) for cell in bold} == {len(formats.FORMATS)}
+    assert {len(cell.strip("*").split(", ")) for cell in bold} == {len(formats.FORMATS)}
 
 
 def test_every_device_and_every_strategy_stands_there_once() -> None:

@@ -19,9 +19,8 @@ def enforced_layers() -> list[set[str]]:
 
 def drawn_layers() -> list[set[str]]:
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
-    drawing = page.split("```text\n", 1)[1].split("```", 1)[0]
-    # A remark stands behind four or more spaces; the names of a line are parted by three.
-    return [set(re.split(r" {3}", re.split(r" {4,}", line)[0])) for line in drawing.splitlines()]
+    section = page.partition("## The house on one screen")[2].partition("\n## ")[0]
+    return [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in section.splitlines() if line.startswith("| `")]
 
 
 def test_the_page_draws_the_enforced_layers() -> None:

@@ -116,7 +116,7 @@ def test_a_walk_that_is_too_long_is_named() -> None:
 def test_the_page_shows_files_functions_and_guides() -> None:
     text = record_walks.render(walks_of(2))
     assert "1. `0.py`: `run`\n2. `1.py`: `run`\n" in text
-    assert f"| `save_state` | 2 | {GUIDES['save'].wanted} | 1 |" in text
+    assert f"| Save | `save_state(folder)` | 2 | {GUIDES['save'].wanted} | 1 |" in text
 
 
 def test_guides_are_not_above_what_is_allowed() -> None:
