@@ -16,18 +16,18 @@ from accelerate.config.knob import KwargsHandler as KwargsHandler
 from accelerate.config.plugins.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelerate.config.plugins.fsdp_torch import get_module_class_from_name as get_module_class_from_name
-from accelerate.config.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
-from accelerate.config.plugins.megatron_models import (
+from accelerate.config.plugins.megatron import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
 )
-from accelerate.config.plugins.megatron_models import (
+from accelerate.config.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin
+from accelerate.config.plugins.megatron import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
-from accelerate.config.plugins.megatron_models import parse_bert_config as parse_bert_config
-from accelerate.config.plugins.megatron_models import parse_glm4_moe_config as parse_glm4_moe_config
-from accelerate.config.plugins.megatron_models import parse_gpt2_config as parse_gpt2_config
-from accelerate.config.plugins.megatron_models import parse_llama_config as parse_llama_config
-from accelerate.config.plugins.megatron_models import parse_t5_config as parse_t5_config
+from accelerate.config.plugins.megatron import parse_bert_config as parse_bert_config
+from accelerate.config.plugins.megatron import parse_glm4_moe_config as parse_glm4_moe_config
+from accelerate.config.plugins.megatron import parse_gpt2_config as parse_gpt2_config
+from accelerate.config.plugins.megatron import parse_llama_config as parse_llama_config
+from accelerate.config.plugins.megatron import parse_t5_config as parse_t5_config
 from accelerate.config.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
 )

@@ -15,8 +15,7 @@ from torch import nn
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import deepspeed_required, is_deepspeed_available
-from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
-from accelerate.config.plugins.deepspeed_config import HfDeepSpeedConfig
+from accelerate.config.plugins.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
 
 ZERO = {"zero_optimization": {"stage": 2}}
 AUTO = {

@@ -12,9 +12,9 @@ import torch
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.helpers import reset_warnings
 from accelerate._base.imports import is_package_available
-from accelerate.config.plugins.megatron import MegatronLMPlugin
-from accelerate.config.plugins.megatron_models import (
+from accelerate.config.plugins.megatron import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    MegatronLMPlugin,
     add_model_config_to_megatron_parser,
 )
 

@@ -1,17 +1,21 @@
-"""Options of DeepSpeed in programs."""
+"""DeepSpeed in programs: its own configuration, read by dotted names without the package, and the options beside it."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Iterator
+import copy
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
+from accelerate._base.imports import require
 from accelerate.config import env
 from accelerate.config.knob import INTEGER, NUMBER, TEXT, Codec, Settings, knob, or_auto, shared
-from accelerate.config.plugins.deepspeed_config import AUTO, HfDeepSpeedConfig
 from accelerate.config.plugins.fsdp_torch import get_module_class_from_name
 from accelerate.config.plugins.quantization import OptLevel
 from accelerate.config.sections.compute import Fp8Options
@@ -20,6 +24,7 @@ from accelerate.config.sections.engines import DeepSpeedOptions
 if TYPE_CHECKING:
     from torch import nn
 
+AUTO = "auto"
 # Options that DeepSpeed's configuration has too, and where. Its values win; `auto` is filled from ours.
 _PLACES = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -35,6 +40,96 @@ _IS_MSAMP: Codec[bool] = Codec(
     parse=lambda text: text.upper() == "MSAMP", format=lambda value: "MSAMP" if value else "", meaning="a library"
 )
 _HALF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+
+
+class HfDeepSpeedConfig:
+    """Hold DeepSpeed's configuration and look things up in it.
+
+    Args:
+        config_file_or_dict: A dictionary (copied), the path of a JSON file, or JSON text, plain or in base 64.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config: dict[str, Any] = _read(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Remember the ZeRO stage, and whether anything is offloaded."""
+        self._stage: Any = self.get_value("zero_optimization.stage", -1)
+        places = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
+        self._offload = (self.is_zero2() or self.is_zero3()) and any(place in ("cpu", "nvme") for place in places)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the dictionary that holds the last part of a dotted name, and that part; None where a part lacks."""
+        *path, last = ds_key_long.split(".")
+        node: Any = self.config
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return (node if isinstance(node, dict) else None), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value under a dotted name, or `default`."""
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove what is under a dotted name.
+
+        Raises:
+            ConfigurationError: It is not there, and must be.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise ConfigurationError(
+                f"{ds_key_long!r} is not in DeepSpeed's configuration, so it cannot be removed. "
+                f"Its entries are {', '.join(map(repr, self.config))}."
+            )
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Say whether the value under a dotted name is there and counts as true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Say whether the value under a dotted name is there and counts as false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Say whether the ZeRO stage is 2."""
+        return bool(self._stage == 2)
+
+    def is_zero3(self) -> bool:
+        """Say whether the ZeRO stage is 3."""
+        return bool(self._stage == 3)
+
+    def is_offload(self) -> bool:
+        """Say whether ZeRO 2 or 3 keeps optimizer states or weights elsewhere."""
+        return self._offload
+
+
+def _read(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return copy.deepcopy(given)
+    text = str(given)
+    readers: tuple[Callable[[], str], ...] = (
+        lambda: Path(text).read_text(encoding="utf-8"),
+        lambda: text,
+        lambda: base64.urlsafe_b64decode(text).decode("utf-8"),
+    )
+    for read in readers if isinstance(given, (str, Path)) else ():
+        with contextlib.suppress(OSError, ValueError):  # no such file, too long for a path, no JSON, not in base 64
+            config = json.loads(read())
+            if isinstance(config, dict):
+                return config
+    raise ConfigurationError(
+        f"{given!r} is not a configuration of DeepSpeed: no such file, and no JSON. "
+        "Write the path of a JSON file that exists, or a dictionary."
+    )
 
 
 @dataclass
@@ -97,12 +192,25 @@ class DeepSpeedPlugin(Settings):
             self._adopt_config()
         self.zero_stage = _stage(self.zero_stage)
         self.deepspeed_config["steps_per_print"] = float("inf")
-        self._normalise_zero3_init()
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = self.zero_stage == 3
+        if self.zero3_init_flag and self.zero_stage != 3:
+            warn_once(
+                f"DeepSpeedPlugin(zero3_init_flag=True) works with ZeRO 3 only, but zero_stage={self.zero_stage!r}. "
+                "It is set to False; leave it out.",
+                stacklevel=4,
+            )
+            self.zero3_init_flag = False
         if self.enable_msamp:
-            self._add_msamp()
+            if self.zero_stage == 3:
+                raise ConfigurationError(
+                    "DeepSpeedPlugin(enable_msamp=True) cannot work with zero_stage=3: MS-AMP's weights cannot be "
+                    "sharded. Write zero_stage=2 or less."
+                )
+            self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     def _own_config(self) -> dict[str, Any]:
-        places = {
+        offload = {
             f"offload_{what}": {"device": device, "nvme_path": path if device == "nvme" else None}
             for what, device, path in (
                 ("optimizer", self.offload_optimizer_device, self.offload_optimizer_nvme_path),
@@ -115,18 +223,24 @@ class DeepSpeedPlugin(Settings):
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "zero_optimization": {
                 "stage": _stage(self.zero_stage),
-                **places,
+                **offload,
                 "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
             },
             "gradient_clipping": self.gradient_clipping,
         }
 
     def _adopt_config(self) -> None:
-        self._refuse_doubles()
-        given = self.hf_ds_config
+        """Take a configuration of DeepSpeed's own, whose values win over the options here."""
+        given = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
+        doubles = [name for name in given if name in (*_PLACES, "mixed_precision")]
+        if doubles:
+            raise ConfigurationError(
+                f"The configuration file of the launcher gives {', '.join(doubles)}, which DeepSpeed's own "
+                "configuration gives too, so one of the two would be ignored. Remove them from the launcher's file."
+            )
         # By what it offers, not by its class: other libraries have their own.
-        if not (hasattr(given, "config") and hasattr(given, "find_config_node")):
-            self.hf_ds_config = HfDeepSpeedConfig(given)
+        if not (hasattr(self.hf_ds_config, "config") and hasattr(self.hf_ds_config, "find_config_node")):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.deepspeed_config
         if "zero_optimization" not in config:
             raise ConfigurationError(
@@ -141,40 +255,10 @@ class DeepSpeedPlugin(Settings):
             setattr(self, name, self.get_value(key, getattr(self, name)))
         self.hf_ds_config.set_stage_and_offload()
 
-    def _refuse_doubles(self) -> None:
-        """Refuse options that the launcher's file gave beside a configuration of DeepSpeed's own."""
-        given = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
-        doubles = [name for name in given if name in (*_PLACES, "mixed_precision")]
-        if doubles:
-            raise ConfigurationError(
-                f"The configuration file of the launcher gives {', '.join(doubles)}, which DeepSpeed's own "
-                "configuration gives too, so one of the two would be ignored. Remove them from the launcher's file."
-            )
-
-    def _normalise_zero3_init(self) -> None:
-        if self.zero3_init_flag is None:
-            self.zero3_init_flag = self.zero_stage == 3
-        if self.zero3_init_flag and self.zero_stage != 3:
-            warn_once(
-                f"DeepSpeedPlugin(zero3_init_flag=True) works with ZeRO 3 only, but zero_stage={self.zero_stage!r}. "
-                "It is set to False; leave it out.",
-                stacklevel=5,
-            )
-            self.zero3_init_flag = False
-
-    def _add_msamp(self) -> None:
-        if self.zero_stage == 3:
-            raise ConfigurationError(
-                "DeepSpeedPlugin(enable_msamp=True) cannot work with zero_stage=3: MS-AMP's weights cannot be sharded. "
-                "Write zero_stage=2 or less."
-            )
-        self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
-
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration, to read and to edit."""
-        config: dict[str, Any] = self.hf_ds_config.config
-        return config
+        return self.hf_ds_config.config  # type: ignore[no-any-return]
 
     @deepspeed_config.setter
     def deepspeed_config(self, config: dict[str, Any]) -> None:
@@ -269,8 +353,11 @@ class DeepSpeedPlugin(Settings):
             entry = config.setdefault(name, {})
             if entry.setdefault("enabled", AUTO) == AUTO:
                 entry["enabled"] = name == chosen
-        if chosen == "bf16" and _is_rocm():
-            config.setdefault("communication_data_type", "fp32")
+        if chosen == "bf16":
+            import torch
+
+            if torch.version.hip is not None:
+                config.setdefault("communication_data_type", "fp32")
 
     def set_deepspeed_weakref(self) -> None:
         """Tell Transformers whether it is to build models in shards, and by which configuration.
@@ -278,8 +365,6 @@ class DeepSpeedPlugin(Settings):
         Raises:
             MissingPackageError: It is, and DeepSpeed or Transformers is not installed.
         """
-        from accelerate._base.imports import require
-
         if not self.zero3_init_flag:
             self.dschf = None
             # What was never imported was never told anything.
@@ -350,8 +435,6 @@ class DeepSpeedPlugin(Settings):
             ConfigurationError: The model has no layer of a class that was named.
             MissingPackageError: DeepSpeed is not installed.
         """
-        from accelerate._base.imports import require
-
         names = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip()]
         if not names:
             return
@@ -370,9 +453,3 @@ def _stage(value: Any) -> int:
     if str(value) not in ("0", "1", "2", "3"):
         raise ConfigurationError(f"DeepSpeedPlugin(zero_stage={value!r}) is not a stage of ZeRO. Write 0, 1, 2 or 3.")
     return int(value)
-
-
-def _is_rocm() -> bool:
-    import torch
-
-    return torch.version.hip is not None
