@@ -326,7 +326,9 @@ def _knobs(owner: type) -> dict[str, Knob]:
         declared.setdefault("codec", _CODECS.get(str(item.type).removesuffix(" | None"), TEXT))
         if issubclass(owner, LaunchSection):
             declared.setdefault("only_if", owner.only_if)
-            if owner.variables is not None and "reader" not in declared:
+            declared.setdefault("reader", owner.reader)
+            declared.setdefault("yaml", None if owner.in_files else "")
+            if owner.variables is not None and declared["reader"] is None:
                 declared.setdefault("env", owner.variables + name.upper())
         found[name] = Knob(**declared)
     return found
@@ -357,7 +359,9 @@ class LaunchSection:
         file_key: The dictionary of a file that holds these options; None for the top level of the file.
         prefix: What the keys in that dictionary may leave out.
         switch: The option that turns the subject on. While it is off, workers are told only what somebody gave.
+        in_files: Whether files hold these options, unless one says otherwise.
         variables: What stands before an option's name in the name of its variable; None where each one says its own.
+        reader: Who reads the options in the launching process.
         only_if: Says, from the values of all options, whether those of the section mean anything.
     """
 
@@ -365,7 +369,9 @@ class LaunchSection:
     file_key: ClassVar[str | None] = None
     prefix: ClassVar[str] = ""
     switch: ClassVar[str | None] = None
+    in_files: ClassVar[bool] = True
     variables: ClassVar[str | None] = None
+    reader: ClassVar[Reader | None] = None
     only_if: ClassVar[Condition | None] = None
 
 

@@ -74,11 +74,7 @@ class Fp8Options(LaunchSection):
 
     fp8_backend: str | None = knob(help="Library that computes.", choices=("ao", "te", "msamp"), ask=Ask())
     fp8_use_autocast_during_eval: bool = knob(
-        False,
-        help="Compute in 8 bits in evaluation too.",
-        codec=TRUE_FALSE,
-        shape="switch",
-        ask=_asked_with("te"),
+        False, help="Compute in 8 bits in evaluation too.", codec=TRUE_FALSE, shape="switch", ask=_asked_with("te")
     )
     fp8_margin: int = knob(0, help="Margin of the scaling factor.", ask=_asked_with("te"))
     fp8_interval: int = knob(1, help="Steps between two computations of the scaling factor.", ask=_asked_with("te"))

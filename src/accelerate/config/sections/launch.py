@@ -14,6 +14,7 @@ from accelerate.config.knob import (
     TRUE_FALSE,
     Ask,
     LaunchSection,
+    Reader,
     knob,
 )
 
@@ -57,33 +58,21 @@ def _on_tpu_pod(answers: Mapping[str, Any]) -> bool:
 class RunOptions(LaunchSection):
     """The script, and how it is started."""
 
+    in_files: ClassVar[bool] = False
+    reader: ClassVar[Reader | None] = "launcher"
+
     config_file: str | None = knob(
-        help="YAML or JSON file to take defaults from, instead of the one in the cache folder.",
-        yaml="",
-        reader="resolver",
+        help="YAML or JSON file to take defaults from, instead of the one in the cache folder.", reader="resolver"
     )
     quiet: bool = knob(
         False,
         help="Leave out the report when a worker fails; only its own output is shown.",
         shape="switch",
         short="-q",
-        yaml="",
-        reader="launcher",
     )
-    module: bool = knob(
-        False,
-        help="Run the script as a module, as `python -m` does.",
-        shape="switch",
-        short="-m",
-        yaml="",
-        reader="launcher",
-    )
+    module: bool = knob(False, help="Run the script as a module, as `python -m` does.", shape="switch", short="-m")
     no_python: bool = knob(
-        False,
-        help="Run the script as a program of its own, without a Python interpreter before it.",
-        shape="switch",
-        yaml="",
-        reader="launcher",
+        False, help="Run the script as a program of its own, without a Python interpreter before it.", shape="switch"
     )
     debug: bool = knob(
         False,
@@ -91,20 +80,14 @@ class RunOptions(LaunchSection):
         codec=ON_TRUE,
         env="ACCELERATE_DEBUG_MODE",
         shape="switch",
+        yaml="debug",
         ask=Ask(only_if=several_processes),
     )
     training_script: str | None = knob(
-        help="Path of the script, or name of the module, to run in every process.",
-        shape="place",
-        yaml="",
-        reader="launcher",
+        help="Path of the script, or name of the module, to run in every process.", shape="place"
     )
     training_script_args: list[str] | None = knob(
-        help="Arguments of the script, handed on as they are.",
-        codec=REPEATED,
-        shape="rest",
-        yaml="",
-        reader="launcher",
+        help="Arguments of the script, handed on as they are.", codec=REPEATED, shape="rest"
     )
 
 
@@ -112,6 +95,7 @@ class HardwareOptions(LaunchSection):
     """What the processes compute on."""
 
     title: ClassVar[str] = "Hardware Selection Arguments"
+    reader: ClassVar[Reader | None] = "launcher"
 
     cpu: bool = knob(
         False,
@@ -122,16 +106,15 @@ class HardwareOptions(LaunchSection):
         yaml="use_cpu",
         ask=Ask("Compute on the CPU alone", only_if=lambda answers: not several_processes(answers)),
     )
-    multi_gpu: bool = knob(
-        False, help="Start one process for each of several accelerators.", shape="switch", yaml="", reader="launcher"
-    )
-    tpu: bool = knob(False, help="Start the script on a TPU.", shape="switch", yaml="", reader="launcher")
+    multi_gpu: bool = knob(False, help="Start one process for each of several accelerators.", shape="switch", yaml="")
+    tpu: bool = knob(False, help="Start the script on a TPU.", shape="switch", yaml="")
 
 
 class ResourceOptions(LaunchSection):
     """Number of processes, threads and bits."""
 
     title: ClassVar[str] = "Resource Selection Arguments"
+    reader: ClassVar[Reader | None] = "elastic"
 
     mixed_precision: str | None = knob(
         help="Number format of training.",
@@ -142,13 +125,11 @@ class ResourceOptions(LaunchSection):
     )
     num_processes: int | None = knob(
         help="Number of processes over all machines; one for each accelerator where it is not given.",
-        reader="elastic",
         ask=Ask("Number of processes over all machines", only_if=several_processes),
     )
     num_machines: int | None = knob(
         help="Number of machines.",
         fallback=1,
-        reader="elastic",
         ask=Ask(only_if=lambda answers: several_processes(answers) and not answers["tpu"]),
     )
     num_cpu_threads_per_process: int | None = knob(
@@ -171,28 +152,29 @@ class ParadigmOptions(LaunchSection):
     """Which engine wraps the model; one at most."""
 
     title: ClassVar[str] = "Training Paradigm Arguments"
+    in_files: ClassVar[bool] = False
     variables: ClassVar[str | None] = "ACCELERATE_"
 
-    use_deepspeed: bool = knob(False, help="Train with DeepSpeed.", codec=ON_TRUE, shape="switch", yaml="")
-    use_fsdp: bool = knob(False, help="Shard the model with FSDP.", codec=ON_TRUE, shape="switch", yaml="")
+    use_deepspeed: bool = knob(False, help="Train with DeepSpeed.", codec=ON_TRUE, shape="switch")
+    use_fsdp: bool = knob(False, help="Shard the model with FSDP.", codec=ON_TRUE, shape="switch")
     use_parallelism_config: bool = knob(
         False,
         help="Lay the processes out on the axes given by --parallelism_config_*; those that shard need FSDP 2 or DeepSpeed.",
         codec=ON_TRUE,
         shape="switch",
-        yaml="",
         ask=Ask(
             "Lay the processes out on several axes of parallelism",
             only_if=lambda answers: answers["use_deepspeed"] or (answers["use_fsdp"] and answers["fsdp_version"] == 2),
         ),
     )
-    use_megatron_lm: bool = knob(False, help="Train with Megatron-LM.", codec=ON_TRUE, shape="switch", yaml="")
+    use_megatron_lm: bool = knob(False, help="Train with Megatron-LM.", codec=ON_TRUE, shape="switch")
 
 
 class DistributedOptions(LaunchSection):
     """Addresses, rendezvous, logs and restarts."""
 
     title: ClassVar[str] = "Distributed GPUs"
+    reader: ClassVar[Reader | None] = "elastic"
 
     gpu_ids: str | None = knob(
         help="Accelerators of this machine to use, such as `0,2`, or `all`.",
@@ -207,16 +189,13 @@ class DistributedOptions(LaunchSection):
         shape="switch",
         reader="resolver",
     )
-    machine_rank: int | None = knob(
-        help="Number of this machine, from 0.", fallback=0, reader="elastic", ask=Ask(only_if=_needs_address)
-    )
+    machine_rank: int | None = knob(help="Number of this machine, from 0.", fallback=0, ask=Ask(only_if=_needs_address))
     main_process_ip: str | None = knob(
-        help="Address of the first machine.", env="MASTER_ADDR", reader="elastic", ask=Ask(only_if=_needs_address)
+        help="Address of the first machine.", env="MASTER_ADDR", ask=Ask(only_if=_needs_address)
     )
     main_process_port: int | None = knob(
         help="Port of the first machine; 0 takes a free one.",
         env="MASTER_PORT",
-        reader="elastic",
         ask=Ask(default=29500, only_if=_needs_address),
     )
     tee: str = knob(
@@ -224,20 +203,16 @@ class DistributedOptions(LaunchSection):
         help="Streams that go to the terminal and to the log files: 1 is output, 2 is errors, 3 is both.",
         short="-t",
         yaml="",
-        reader="elastic",
     )
-    log_dir: str | None = knob(help="Folder for the logs of each process.", yaml="", reader="elastic")
-    role: str = knob("default", help="Name of the workers in logs.", yaml="", reader="elastic")
+    log_dir: str | None = knob(help="Folder for the logs of each process.", yaml="")
+    role: str = knob("default", help="Name of the workers in logs.", yaml="")
     rdzv_backend: str = knob(
         "static",
         help="How the machines meet: static, c10d or etcd.",
-        reader="elastic",
         ask=Ask("How the machines meet", choices=("static", "c10d", "etcd"), only_if=_needs_address),
     )
-    rdzv_conf: str = knob("", help="Options of the meeting, as `key=value,key=value`.", yaml="", reader="elastic")
-    max_restarts: int = knob(
-        0, help="How often the workers are started anew after a failure.", yaml="", reader="elastic"
-    )
+    rdzv_conf: str = knob("", help="Options of the meeting, as `key=value,key=value`.", yaml="")
+    max_restarts: int = knob(0, help="How often the workers are started anew after a failure.", yaml="")
     auto_resume: bool = knob(
         False,
         help="Let `accelerator.epochs()` go on from the newest valid checkpoint of the project folder.",
@@ -250,15 +225,15 @@ class DistributedOptions(LaunchSection):
         30.0,
         help="Seconds that workers which read `accelerator.should_stop` have to save and end after SIGTERM.",
         yaml="",
-        reader="elastic",
     )
-    monitor_interval: float = knob(0.1, help="Seconds between two looks at the workers.", yaml="", reader="elastic")
+    monitor_interval: float = knob(0.1, help="Seconds between two looks at the workers.", yaml="")
 
 
 class TpuOptions(LaunchSection):
     """A TPU, or a pod of them."""
 
     title: ClassVar[str] = "TPU"
+    reader: ClassVar[Reader | None] = "launcher"
 
     tpu_cluster: bool = knob(
         False,
@@ -267,22 +242,16 @@ class TpuOptions(LaunchSection):
         negative="no_tpu_cluster",
         yaml="tpu_use_cluster",
         old_keys=("tpu_cluster",),
-        reader="launcher",
         ask=Ask(only_if=_on_tpu),
     )
     tpu_use_sudo: bool = knob(
-        False,
-        help="Run with sudo on the machines of the pod.",
-        shape="switch",
-        reader="launcher",
-        ask=Ask(only_if=_on_tpu_pod),
+        False, help="Run with sudo on the machines of the pod.", shape="switch", ask=Ask(only_if=_on_tpu_pod)
     )
     vm: list[str] | None = knob(
         help="A machine of the pod; repeat it for each.",
         codec=REPEATED,
         shape="repeat",
         yaml="tpu_vm",
-        reader="launcher",
         ask=Ask("Machine of the pod, or a JSON list of them", optional=True, only_if=_on_tpu_pod),
     )
     env: list[str] | None = knob(
@@ -290,7 +259,6 @@ class TpuOptions(LaunchSection):
         codec=REPEATED,
         shape="repeat",
         yaml="tpu_env",
-        reader="launcher",
         ask=Ask(
             "Variable for the machines of the pod as `NAME=value`, or a JSON list of them",
             optional=True,
@@ -298,10 +266,7 @@ class TpuOptions(LaunchSection):
         ),
     )
     main_training_function: str | None = knob(
-        help="Function of the script to run in each process of a TPU.",
-        fallback="main",
-        reader="launcher",
-        ask=Ask(only_if=_on_tpu),
+        help="Function of the script to run in each process of a TPU.", fallback="main", ask=Ask(only_if=_on_tpu)
     )
     downcast_bf16: bool = knob(
         False,
@@ -311,19 +276,15 @@ class TpuOptions(LaunchSection):
         shape="switch",
         ask=Ask(only_if=lambda answers: _on_tpu(answers) and answers["mixed_precision"] == "bf16"),
     )
-    tpu_name: str | None = knob(help="Name of the TPU.", shape="none", reader="launcher", ask=Ask(only_if=_on_tpu_pod))
-    tpu_zone: str | None = knob(help="Zone of the TPU.", shape="none", reader="launcher", ask=Ask(only_if=_on_tpu_pod))
+    tpu_name: str | None = knob(help="Name of the TPU.", shape="none", ask=Ask(only_if=_on_tpu_pod))
+    tpu_zone: str | None = knob(help="Zone of the TPU.", shape="none", ask=Ask(only_if=_on_tpu_pod))
     command_file: str | None = knob(
-        help="File of commands for `tpu-config`.",
-        shape="none",
-        reader="launcher",
-        ask=Ask(optional=True, only_if=_on_tpu_pod),
+        help="File of commands for `tpu-config`.", shape="none", ask=Ask(optional=True, only_if=_on_tpu_pod)
     )
     commands: list[str] | None = knob(
         help="Commands for `tpu-config`.",
         codec=REPEATED,
         shape="none",
-        reader="launcher",
         ask=Ask(
             "Command for `tpu-config`, or a JSON list of them",
             optional=True,
@@ -336,10 +297,11 @@ class AwsOptions(LaunchSection):
     """The account that a job on Amazon SageMaker is charged to."""
 
     title: ClassVar[str] = "AWS Arguments"
+    in_files: ClassVar[bool] = False
     variables: ClassVar[str | None] = ""
 
-    aws_access_key_id: str | None = knob(help="Key of the account, for jobs on SageMaker.", yaml="", secret=True)
-    aws_secret_access_key: str | None = knob(help="Secret of that key.", yaml="", secret=True)
+    aws_access_key_id: str | None = knob(help="Key of the account, for jobs on SageMaker.", secret=True)
+    aws_secret_access_key: str | None = knob(help="Secret of that key.", secret=True)
 
 
 class MpiOptions(LaunchSection):
