@@ -1,15 +1,18 @@
-"""Small helpers of every room: a decision with its reason, a warning shown once, names and sizes as text."""
+"""Small helpers of every room: a decision with its reason, a warning shown once, the user's line, sizes as text."""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 _UNITS = ("bytes", "KB", "MB", "GB", "TB")
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 _OLDEST_KERNEL = "5.5.0"
 _shown_warnings: set[str] = set()
 
@@ -92,3 +95,17 @@ def check_os_kernel() -> None:
             "Update the kernel if yours do.",
             stacklevel=3,
         )
+
+
+def user_line() -> str:
+    """Return `file:line` of the innermost call that is not inside this package."""
+    frame = sys._getframe(user_stacklevel() - 1)  # a stack level counts from 1, a frame from 0
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_stacklevel() -> int:
+    """Return the `stacklevel` with which a warning by the caller of this names the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+        frame, level = frame.f_back, level + 1
+    return level

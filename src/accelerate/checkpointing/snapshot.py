@@ -23,8 +23,7 @@ from accelerate.checkpointing.parts import Part
 from accelerate.offload.tensors import identity_in_memory
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.runtime import current
-from accelerate.runtime.eager import eager_only
-from accelerate.runtime.torch_private import register_first_step_hook
+from accelerate.runtime.torch_private import eager_only, register_first_step_hook
 
 T = TypeVar("T")
 _THREADS_FROM = 32 * 2**20

@@ -27,7 +27,7 @@ from accelerate.collectives import Communicator, TorchDistCommunicator, communic
 from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.runtime.atomic import make_stage
-from accelerate.runtime.topology import Topology
+from accelerate.runtime.runtime import Topology
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

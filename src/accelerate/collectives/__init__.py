@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate.collectives.base import Communicator
-from accelerate.collectives.solo import SoloCommunicator
+from accelerate.collectives.base import Communicator, SoloCommunicator
 from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.runtime import current
 

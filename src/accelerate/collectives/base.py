@@ -1,11 +1,11 @@
-"""The interface of a communicator: how the processes of a run exchange tensors and objects."""
+"""How the processes of a run exchange tensors and objects: the interface, and a run with one process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -42,3 +42,40 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Wait until every process is here."""
+
+
+class SoloCommunicator:
+    """Answer every exchange with the process's own value, in the shape and dtype a group would give."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+    def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
+        if op == "sum" and tensor.dtype == torch.bool:
+            return tensor.to(torch.int64)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor.to(torch.get_default_dtype())
+        return tensor.clone()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor
+
+    def gather_object(self, value: object) -> list[Any]:
+        return [value]
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
+        return None
+
+    def barrier(self) -> None:
+        return None

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from accelerate._base.errors import DistributedOperationException
+from accelerate._base.helpers import user_line
 from accelerate.collectives import communicator
-from accelerate.collectives.call_site import user_line
-from accelerate.collectives.containers import leaves
+from accelerate.collectives.nested import leaves
 from accelerate.runtime import current
 
 F = TypeVar("F", bound=Callable[..., Any])

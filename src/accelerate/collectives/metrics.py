@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from accelerate._base.errors import WrongTypeError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import user_stacklevel, warn_once
 from accelerate.collectives import communicator
-from accelerate.collectives.call_site import user_stacklevel
 from accelerate.collectives.checked import verify
-from accelerate.collectives.containers import children, is_namedtuple, leaves, rebuilt
-from accelerate.collectives.nested import find_device, recursively_apply, send_to_device
+from accelerate.collectives.nested import (
+    children,
+    find_device,
+    is_namedtuple,
+    leaves,
+    rebuilt,
+    recursively_apply,
+    send_to_device,
+)
 from accelerate.collectives.packing import Spec, is_packable, pack, packed_size, spec_of, unpack
 from accelerate.runtime import current
 

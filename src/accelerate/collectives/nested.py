@@ -1,48 +1,108 @@
-"""Operations on nested containers of tensors within one process."""
+"""Walk nested containers of tensors within one process, with their types preserved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
-from accelerate.collectives.containers import (
-    children,
-    honor_type,
-    is_dataclass_instance,
-    is_namedtuple,
-    leaves,
-    rebuilt,
-)
-
-__all__ = [
-    "TensorInformation",
-    "concatenate",
-    "convert_to_fp32",
-    "find_batch_size",
-    "find_device",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "is_torch_xpu_tensor",
-    "listify",
-    "pad_input_tensors",
-    "recursively_apply",
-    "send_to_device",
-    "slice_tensors",
-]
-
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+class Child(NamedTuple):
+    """One entry of a container: how it is written after the container's name, and its value."""
+
+    step: str
+    value: Any
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Return whether the value is an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def is_dataclass_instance(data: Any) -> bool:
+    """Return whether the value is an instance of a dataclass, not the class itself."""
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Build a list, tuple or named tuple of the type of `obj` from the values."""
+    values = list(generator)
+    if is_namedtuple(obj):
+        return type(obj)(*values)
+    if isinstance(obj, torch.Size) and not all(isinstance(value, int) for value in values):
+        return tuple(values)
+    return type(obj)(values)
+
+
+def children(data: Any) -> list[Child] | None:
+    """Return the entries of a container, or None for a value that is not one.
+
+    Containers are lists, tuples, named tuples, mappings and dataclass instances.
+    """
+    if isinstance(data, Mapping):
+        return [Child(f"[{key!r}]", value) for key, value in data.items()]
+    if is_namedtuple(data):
+        return [Child(f".{name}", value) for name, value in zip(data._fields, data, strict=True)]
+    if isinstance(data, (list, tuple)):
+        return [Child(f"[{index}]", value) for index, value in enumerate(data)]
+    if is_dataclass_instance(data):
+        return [Child(f".{name}", getattr(data, name)) for name in _field_names(data)]
+    return None
+
+
+def rebuilt(data: Any, values: list[Any]) -> Any:
+    """Return a container like `data` that holds the values, given in the order of `children`."""
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, values)
+    if isinstance(data, Mapping):
+        return _rebuilt_mapping(data, dict(zip(data, values, strict=True)))
+    names = _field_names(data)
+    if all(getattr(data, name) is value for name, value in zip(names, values, strict=True)):
+        return data
+    result = copy.copy(data)
+    for name, value in zip(names, values, strict=True):
+        # Frozen dataclasses forbid assignment on themselves, and `replace` would run __post_init__ a second time.
+        object.__setattr__(result, name, value)
+    return result
+
+
+def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value that is not a container, with its path such as `['scores'][0]`."""
+    entries = children(data)
+    if entries is None:
+        yield path, data
+        return
+    for step, value in entries:
+        yield from leaves(value, path + step)
+
+
+def _field_names(data: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)]
+
+
+def _rebuilt_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(data) is dict:
+        return items
+    if isinstance(data, MutableMapping):
+        # A copy keeps what a constructor would lose: BatchEncoding's encodings, a defaultdict's factory.
+        try:
+            result = copy.copy(data)
+            for key, value in items.items():
+                result[key] = value
+            return result
+        except (TypeError, ValueError, AttributeError, NotImplementedError):
+            pass
+    return type(data)(items)  # type: ignore[call-arg]
 
 
 @dataclass
@@ -303,3 +363,33 @@ def _name(function: Callable[..., Any]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+class ConvertOutputsToFp32:
+    """Call a forward and convert its fp16 and bf16 outputs to fp32; the wrapped one is `__wrapped__`.
+
+    It pickles if the forward does.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model_forward": self.model_forward}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A bound method's owner may be half restored here (it holds this object): look at no attribute of it yet.
+        self.model_forward = self.__wrapped__ = state["model_forward"]
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
+    """Return a forward whose half-precision outputs are fp32; one that is wrapped already is returned as it is."""
+    if isinstance(model_forward, ConvertOutputsToFp32):
+        return model_forward
+    return ConvertOutputsToFp32(model_forward)

@@ -15,75 +15,14 @@ import torch
 from torch import Tensor
 
 from accelerate._base.errors import ConfigurationError, DistributedOperationException, UsageError, WrongTypeError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import user_stacklevel, warn_once
 from accelerate._base.imports import require
 from accelerate.collectives import communicator
 from accelerate.collectives.base import ReduceOp
-from accelerate.collectives.call_site import user_stacklevel
-from accelerate.collectives.checked import chained_operation, verify, verify_operation
-from accelerate.collectives.containers import is_namedtuple, leaves
-from accelerate.collectives.nested import (
-    TensorInformation,
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    find_device,
-    get_data_structure,
-    get_shape,
-    honor_type,
-    ignorant_find_batch_size,
-    initialize_tensors,
-    is_tensor_information,
-    is_torch_tensor,
-    is_torch_xpu_tensor,
-    listify,
-    pad_input_tensors,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-)
-from accelerate.collectives.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+from accelerate.collectives.checked import verify
+from accelerate.collectives.nested import TensorInformation, leaves, recursively_apply, send_to_device
 from accelerate.collectives.packing import gather_all
 from accelerate.runtime import current
-
-__all__ = [
-    "TENSOR_INT_TO_DTYPE",
-    "TENSOR_TYPE_TO_INT",
-    "CannotPadNestedTensorWarning",
-    "ConvertOutputsToFp32",
-    "DistributedOperationException",
-    "GatheredParameters",
-    "TensorInformation",
-    "broadcast",
-    "broadcast_object_list",
-    "chained_operation",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "copy_tensor_to_devices",
-    "find_batch_size",
-    "find_device",
-    "gather",
-    "gather_object",
-    "gather_tensor_shape",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "is_torch_xpu_tensor",
-    "listify",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "recursively_apply",
-    "reduce",
-    "send_to_device",
-    "slice_tensors",
-    "verify_operation",
-]
 
 TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
     torch.float32: 1,

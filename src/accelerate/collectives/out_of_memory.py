@@ -105,12 +105,12 @@ class _Attempt:
         """Return which rank was the first to fail with what error that is not about memory, None if none has."""
         return self.store.get(self._key("failure")).decode() if self._count("failed") else None
 
-    def hang_up(self) -> bool:
+    def close_connections(self) -> bool:
         """Free the ranks that wait for this one in a collective; False where the group cannot be made anew."""
         if not process_group.can_remake():
             return False
         self.store.add(self._key("hung_up"), 1)  # before it happens: who gets an error looks here
-        process_group.hang_up()
+        process_group.close_connections()
         return True
 
     def wait(self, seconds: float | None) -> bool:
@@ -298,7 +298,7 @@ def _settle(attempt: _Attempt, end: _End) -> None:
     is_complete = attempt.wait(0 if attempt.hung_up else _PATIENCE_SECONDS)
     if not is_complete:
         # An error is not kept back for the sake of a rank that may compute for hours, or that nothing can free.
-        grace = _GRACE_SECONDS if attempt.hang_up() else 0.0
+        grace = _GRACE_SECONDS if attempt.close_connections() else 0.0
         is_complete = attempt.wait(grace if end is _End.FAILED else None)
     attempt.conclude(is_complete)
 

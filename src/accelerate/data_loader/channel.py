@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelerate._base.errors import UsageError
-from accelerate.collectives.containers import is_namedtuple
+from accelerate.collectives.nested import is_namedtuple
 from accelerate.runtime import current
 
 _HEADER_BYTES = 16 * 8

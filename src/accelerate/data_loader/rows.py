@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerate.collectives.containers import children, is_namedtuple, leaves, rebuilt
+from accelerate.collectives.nested import children, is_namedtuple, leaves, rebuilt
 from accelerate.data_loader.plan import clamp
 
 

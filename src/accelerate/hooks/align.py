@@ -27,7 +27,7 @@ from accelerate.offload.tensors import (
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.runtime.eager import eager_only
+from accelerate.runtime.torch_private import eager_only
 
 SkipKeys = str | list[str] | None
 

@@ -16,7 +16,7 @@ from accelerate.collectives.nested import send_to_device
 from accelerate.devices import registry
 from accelerate.offload.places import Place, as_device
 from accelerate.offload.tensors import check_device_same
-from accelerate.runtime.eager import eager_only
+from accelerate.runtime.torch_private import eager_only
 
 M = TypeVar("M", bound=nn.Module)
 

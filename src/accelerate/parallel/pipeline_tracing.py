@@ -15,8 +15,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.collectives.containers import leaves
-from accelerate.collectives.nested import recursively_apply
+from accelerate.collectives.nested import leaves, recursively_apply
 
 TensorSpec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
-from accelerate.runtime import creation_site
 from accelerate.runtime.runtime import Runtime
 
 T = TypeVar("T")
@@ -16,13 +19,15 @@ ACCELERATOR: dict[str, Any] = {}
 """What every `AcceleratorState` shows."""
 GRADIENT: dict[str, Any] = {}
 """What every `GradientState` shows."""
-MEETING: dict[str, Any] = {}
+RENDEZVOUS: dict[str, Any] = {}
 """Where this process met the others; it outlives a reset, because they meet there again."""
 
 _RUNTIME = "_runtime"
 _SLOTS = "_slots"
 _NUMBERS = "_numbers"
 _MADE_AT = "_made_at"
+_PACKAGE_FOLDER = str(Path(__file__).parents[1])
+_CELL_MARKS = ("ipykernel_", "<ipython-input")
 
 
 def active() -> Runtime | None:
@@ -47,7 +52,7 @@ def install(started: Runtime, **facts: Any) -> None:
     PARTIAL.update(facts)
     PARTIAL[_RUNTIME] = started
     PARTIAL[_SLOTS] = {}
-    PARTIAL[_MADE_AT] = creation_site.find()
+    PARTIAL[_MADE_AT] = _running_cell()
 
 
 def made_at() -> str | None:
@@ -89,3 +94,20 @@ def reset() -> None:
     """Forget everything, as if nothing had been started; process groups are left alone."""
     for shared in (PARTIAL, ACCELERATOR, GRADIENT):
         shared.clear()
+
+
+def _running_cell() -> str | None:
+    """Return the running line of a cell; None outside an interactive kernel, where nobody asks for it."""
+    if "ipykernel" not in sys.modules:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    through = ""
+    while frame is not None:
+        place = frame.f_code.co_filename
+        if any(mark in place for mark in _CELL_MARKS):
+            source = linecache.getline(place, frame.f_lineno).strip()
+            return f"line {frame.f_lineno} of a cell, `{source}`{through}"
+        if not through and not place.startswith(_PACKAGE_FOLDER):
+            through = f" (through {Path(place).name}, line {frame.f_lineno})"
+        frame = frame.f_back
+    return None

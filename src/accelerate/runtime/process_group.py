@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import stat
+import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,13 +16,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from accelerate.config import env
-from accelerate.runtime import current, gloo_threads
-from accelerate.runtime.topology import Topology
+from accelerate.runtime import current
+from accelerate.runtime.runtime import Topology
 from accelerate.runtime.torch_private import default_store
 
 _OPTIONS = "_group_options"
 _SOCKETS = "_group_sockets"
 _DESCRIPTORS = Path("/proc/self/fd")
+_THREADS = Path("/proc/self/task")
+_GLOO_THREAD = "pt_gloo_runloop"
+_SLEEPING = "S"
+_SETTLE_POLL_SECONDS = 0.001
+_SETTLE_SECONDS = 5.0
 
 
 def join(backend: str, topology: Topology, options: dict[str, Any]) -> dict[str, Any]:
@@ -33,11 +39,11 @@ def join(backend: str, topology: Topology, options: dict[str, Any]) -> dict[str,
     place = (os.getpid(), env.get("MASTER_ADDR"), env.get("MASTER_PORT"), topology)
     before = _open_sockets()
     kept = {key: value for key, value in options.items() if key in ("timeout", "device_id")}
-    if current.MEETING.get("place") == place:
-        _meet_again({"backend": backend, **kept}, topology.rank, topology.world_size)
+    if current.RENDEZVOUS.get("place") == place:
+        _rejoin({"backend": backend, **kept}, topology.rank, topology.world_size)
     else:
         dist.init_process_group(backend=backend, **options)
-        current.MEETING.update(place=place, store=default_store(), groups=1)
+        current.RENDEZVOUS.update(place=place, store=default_store(), groups=1)
     if backend == "gloo":
         _leave_at_exit(os.getpid())
     return {_OPTIONS: {"backend": backend, **kept}, _SOCKETS: _open_sockets() - before}
@@ -57,11 +63,11 @@ def _leave_at_exit(process: int) -> None:
     atexit.register(leave_of_this_process)
 
 
-def _meet_again(options: dict[str, Any], rank: int, world_size: int) -> None:
-    meeting = current.MEETING
-    fresh = PrefixStore(f"accelerate/group/{meeting['groups']}", meeting["store"])
+def _rejoin(options: dict[str, Any], rank: int, world_size: int) -> None:
+    rendezvous = current.RENDEZVOUS
+    fresh = PrefixStore(f"accelerate/group/{rendezvous['groups']}", rendezvous["store"])
     dist.init_process_group(**options, store=fresh, rank=rank, world_size=world_size)
-    meeting["groups"] += 1
+    rendezvous["groups"] += 1
 
 
 def can_remake() -> bool:
@@ -75,7 +81,7 @@ def leave(group: dist.ProcessGroup | None = None) -> None:
     A model that was wrapped for the group holds it alive. When that model goes, the interpreter waits for the group's
     threads; one of them that still has a tensor to free would wait for the interpreter, for ever.
     """
-    gloo_threads.settle()
+    settle_gloo_threads()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group(group)
 
@@ -85,7 +91,7 @@ def store() -> Store:
     return default_store()
 
 
-def hang_up() -> None:
+def close_connections() -> None:
     """Close this process's connections of the default group, so that peers blocked in a collective get an error.
 
     Destroying the group is not enough: a model that was wrapped for it keeps its connections open.
@@ -101,7 +107,7 @@ def remake() -> None:
     runtime = current.runtime()
     leave()
     before = _open_sockets()
-    _meet_again(current.PARTIAL[_OPTIONS], runtime.rank, runtime.world_size)
+    _rejoin(current.PARTIAL[_OPTIONS], runtime.rank, runtime.world_size)
     current.PARTIAL[_SOCKETS] = _open_sockets() - before
     current.forget_all()
 
@@ -119,8 +125,38 @@ def _open_sockets() -> frozenset[int]:
 
 
 def _is_pair(connection: socket.socket) -> bool:
-    """Return whether a socket connects two ranks; the one to the meeting point must stay open."""
-    meeting_port = env.integer("MASTER_PORT", 0)
+    """Return whether a socket connects two ranks; the one to the rendezvous must stay open."""
+    rendezvous_port = env.integer("MASTER_PORT", 0)
     with suppress(OSError):
-        return meeting_port not in (connection.getpeername()[1], connection.getsockname()[1])
+        return rendezvous_port not in (connection.getpeername()[1], connection.getsockname()[1])
     return False
+
+
+def gloo_activity() -> dict[str, tuple[str, str]]:
+    """Return the state of each thread and how often it went to sleep; empty where the system does not say."""
+    found = {}
+    for task in _THREADS.iterdir() if _THREADS.is_dir() else ():
+        # A thread may end while it is looked at.
+        with suppress(OSError):
+            if (task / "comm").read_text().strip() == _GLOO_THREAD:
+                fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+                found[task.name] = (fields["State"].split()[0], fields["voluntary_ctxt_switches"].strip())
+    return found
+
+
+def settle_gloo_threads() -> None:
+    """Return once no thread of a gloo group is at work, or after a few seconds.
+
+    Such a thread frees the tensors of a collective shortly after the collective is over, and needs the interpreter for
+    that. If the interpreter is gone by then, the process aborts ("terminate called without an active exception"); if it
+    waits for that thread, as it does when a DDP model goes that was the last to hold the group, both wait for ever.
+    torch 2.13 sees to neither.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    before = gloo_activity()
+    while time.monotonic() < deadline:
+        time.sleep(_SETTLE_POLL_SECONDS)  # lets go of the interpreter: whoever waits for it wakes up, and is seen to
+        now = gloo_activity()
+        if now == before and all(state == _SLEEPING for state, _ in now.values()):
+            return
+        before = now

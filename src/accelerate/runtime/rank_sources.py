@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import machine
-from accelerate.runtime.topology import Topology
+from accelerate.runtime.runtime import Topology
 
 _DEFAULT_PORT = 29500
 
@@ -125,3 +125,19 @@ def publish(topology: Topology) -> None:
             )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.setdefault("MASTER_PORT", str(_DEFAULT_PORT))
+
+
+@dataclass
+class CPUInformation:
+    """Rank and size of the run and of this machine's part of it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return the ranks that torchrun, an MPI or Slurm gave this process; alone if none did."""
+    found = detect()
+    return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)

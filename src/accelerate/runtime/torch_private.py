@@ -1,12 +1,13 @@
-"""The private parts of torch that this library uses: the one place to look when torch changes."""
+"""What this library does around torch's public interface: the one place to look when torch changes."""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -18,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.overrides import TorchFunctionMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def default_store() -> Store:
@@ -277,3 +281,17 @@ def mode_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+def eager_only(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep torch.compile out of a function, for instance one that changes the parameters of a module.
+
+    `torch.compiler.disable` as a decorator would import the compiler, which takes a second, for everybody.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        runs = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return runs(*args, **kwargs)
+
+    return call

@@ -14,5 +14,5 @@ from accelerate.devices.nvidia import get_gpu_info as get_gpu_info
 from accelerate.devices.nvidia import override_numa_affinity as override_numa_affinity
 from accelerate.devices.nvidia import set_numa_affinity as set_numa_affinity
 from accelerate.devices.registry import get_current_device_type as get_current_device_type
-from accelerate.runtime.cpu_information import CPUInformation as CPUInformation
-from accelerate.runtime.cpu_information import get_cpu_distributed_information as get_cpu_distributed_information
+from accelerate.runtime.rank_sources import CPUInformation as CPUInformation
+from accelerate.runtime.rank_sources import get_cpu_distributed_information as get_cpu_distributed_information

@@ -1,16 +1,18 @@
 from accelerate._base.errors import DistributedOperationException as DistributedOperationException
 from accelerate.collectives.checked import chained_operation as chained_operation
 from accelerate.collectives.checked import verify_operation as verify_operation
-from accelerate.collectives.containers import honor_type as honor_type
-from accelerate.collectives.containers import is_namedtuple as is_namedtuple
+from accelerate.collectives.nested import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accelerate.collectives.nested import concatenate as concatenate
+from accelerate.collectives.nested import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accelerate.collectives.nested import convert_to_fp32 as convert_to_fp32
 from accelerate.collectives.nested import find_batch_size as find_batch_size
 from accelerate.collectives.nested import find_device as find_device
 from accelerate.collectives.nested import get_data_structure as get_data_structure
 from accelerate.collectives.nested import get_shape as get_shape
+from accelerate.collectives.nested import honor_type as honor_type
 from accelerate.collectives.nested import ignorant_find_batch_size as ignorant_find_batch_size
 from accelerate.collectives.nested import initialize_tensors as initialize_tensors
+from accelerate.collectives.nested import is_namedtuple as is_namedtuple
 from accelerate.collectives.nested import is_tensor_information as is_tensor_information
 from accelerate.collectives.nested import is_torch_tensor as is_torch_tensor
 from accelerate.collectives.nested import is_torch_xpu_tensor as is_torch_xpu_tensor
@@ -31,5 +33,3 @@ from accelerate.collectives.ops import gather_object as gather_object
 from accelerate.collectives.ops import gather_tensor_shape as gather_tensor_shape
 from accelerate.collectives.ops import pad_across_processes as pad_across_processes
 from accelerate.collectives.ops import reduce as reduce
-from accelerate.collectives.outputs import ConvertOutputsToFp32 as ConvertOutputsToFp32
-from accelerate.collectives.outputs import convert_outputs_to_fp32 as convert_outputs_to_fp32

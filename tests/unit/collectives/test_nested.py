@@ -18,8 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.collectives import nested
-from accelerate.collectives.containers import children, leaves, rebuilt
-from accelerate.collectives.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+from accelerate.collectives.nested import ConvertOutputsToFp32, children, convert_outputs_to_fp32, leaves, rebuilt
 
 
 class Pair(NamedTuple):

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from accelerate import Accelerator
 from accelerate._base.errors import UsageError
 from accelerate.watch import agreement
-from accelerate.watch.agreement import Agreement
+from accelerate.watch.preemption import Agreement
 
 BOTH = [signal.SIGTERM, signal.SIGUSR1]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.runtime import gloo_threads
+from accelerate.runtime import process_group
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list its threads")
 
@@ -24,7 +24,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_the_threads_are_found_by_their_name() -> None:
     dist.all_reduce(torch.ones(1))
-    assert gloo_threads.activity()
+    assert process_group.gloo_activity()
 
 
 @pytest.mark.usefixtures("group")
@@ -33,6 +33,6 @@ def test_settling_waits_for_a_thread_at_work() -> None:
     target = [torch.zeros_like(source)]
     work = dist.all_gather(target, source, async_op=True)
     assert work is not None
-    gloo_threads.settle()
+    process_group.settle_gloo_threads()
     assert work.is_completed()
     assert target[0].sum() == 30_000_000
