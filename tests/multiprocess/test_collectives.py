@@ -18,7 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from accelerate._base.errors import DistributedOperationException, WrongTypeError
 from accelerate._base.helpers import reset_warnings
-from accelerate.collectives import communicator, ops
+from accelerate.collectives import checked, communicator, ops
 from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mean
 from accelerate.runtime import current
 
@@ -308,9 +308,9 @@ def mismatches() -> dict[str, str]:
     assert ops.gather(torch.tensor([rank()])).tolist() == [0, 1]
     assert len(ops.pad_across_processes(own)) == 3
 
-    @ops.chained_operation
+    @checked.chained_operation
     def evaluate() -> None:
-        ops.verify_operation(own_gather)(own)
+        checked.verify_operation(own_gather)(own)
 
     with pytest.raises(DistributedOperationException, match="while evaluate was running: own_gather was called"):
         evaluate()

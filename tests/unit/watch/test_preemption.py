@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from accelerate import Accelerator
 from accelerate._base.errors import UsageError
-from accelerate.watch import agreement
+from accelerate.watch import preemption
 from accelerate.watch.preemption import Agreement
 
 BOTH = [signal.SIGTERM, signal.SIGUSR1]
@@ -205,7 +205,7 @@ def test_what_was_said_of_a_step_stays_while_the_others_are_asked() -> None:
 
 
 def test_a_rank_that_takes_no_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_SECONDS_TO_ANSWER", 0.5)
+    monkeypatch.setattr(preemption, "_SECONDS_TO_ANSWER", 0.5)
     ranks = Ranks(2, present=1)
     try:
         ranks.wishes[0] = "rank 0 got SIGTERM"
