@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.training import FEATURES, copy_weights, fresh_accelerator, group_once, make_data, make_model
+from tests.support.training import copy_weights, fresh_accelerator, group_once, make_data, make_model
 from torch.utils.data import DataLoader
 
 from accelerate import ParallelismConfig
 from accelerate._base.enums import DistributedType
-from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
 from accelerate.config.plugins.training import TorchDynamoPlugin
 from accelerate.precision import formats as precisions
@@ -140,37 +139,6 @@ def test_a_strategy_names_itself(name: str) -> None:
     answer = strategy.selected(EngineRequest.from_plugins(), current.runtime())
     assert isinstance(answer, Choice)
     assert answer.reason
-
-
-@pytest.mark.parametrize("name", precisions.FORMATS)
-class TestNumberFormats:
-    def make(self, name: str) -> Precision:
-        return precisions.make(name, current.runtime().backend)
-
-    def test_it_knows_its_name(self, name: str) -> None:
-        precision = self.make(name)
-        assert (precision.name, precision.native_amp) == (name, name != "no")
-
-    def test_it_wraps_a_model_once_and_in_place(self, name: str) -> None:
-        precision, model = self.make(name), make_model(dtype=torch.float32)
-        assert precision.wrap_forward(model) is model
-        forward = vars(model).get("forward")
-        assert precision.wrap_forward(model) is model
-        assert vars(model).get("forward") is forward
-        with precision.autocast():
-            assert model(torch.ones(1, FEATURES)).dtype == torch.float32
-
-    def test_gradients_are_those_of_the_loss_once_unscaled(self, name: str) -> None:
-        precision, line = self.make(name), torch.nn.Linear(1, 1)
-        precision.backward(line(torch.ones(1, 1)).sum())
-        scale = precision.scaler.get_scale() if precision.scaler is not None else 1.0
-        assert line.weight.grad is not None
-        assert line.weight.grad.item() / scale == 1.0
-
-
-def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"fp4.*bf16, fp16, no"):
-        precisions.make("fp4", current.runtime().backend)
 
 
 class Doubling(Strategy):
