@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,10 +38,38 @@ def make_config(
     return RunConfig(values, machine=Machine(cpu_count=8))
 
 
-def make_host(environment: Mapping[str, str] | None = None, **facts: Any) -> Host:
-    """Return surroundings of a machine with eight cores on which every port is free."""
-    host = Host(environment=dict(environment or {}), python=PYTHON, physical_cores=lambda: 8)
-    return dataclasses.replace(host, **facts)
+class FakeHost(Host):
+    """A machine with eight cores and every program, on which every port is free and nothing can be reached."""
+
+    python = PYTHON
+
+    def __init__(self, environment: Mapping[str, str], **facts: Any) -> None:
+        super().__init__(environment)
+        vars(self).update(facts)
+
+    def find_program(self, name: str) -> str | None:
+        return name
+
+    def port_in_use(self, port: int) -> bool:
+        return False
+
+    def free_port(self) -> int:
+        return 29501
+
+    def link_variables(self, machine: Machine) -> Mapping[str, str]:
+        return {}
+
+    def physical_cores(self) -> int:
+        return 8
+
+    def mpi_version(self, program: str) -> str:
+        return "Open MPI"
+
+    def address_towards(self, host: str) -> str | None:
+        return None
+
+    def interface_of(self, address: str) -> str | None:
+        return None
 
 
 def launch_command(*arguments: str) -> list[str]:

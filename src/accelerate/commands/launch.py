@@ -14,7 +14,7 @@ from accelerate.config import conflicts, env
 from accelerate.config.cli import add_launch_arguments
 from accelerate.config.resolve import resolve
 from accelerate.devices.machine import detect
-from accelerate.launch.host import this_host
+from accelerate.launch.host import Host
 from accelerate.launch.plan import Launcher
 
 __all__ = [
@@ -259,7 +259,7 @@ def _launch(
 ) -> None:
     config = resolve(args, detect(env.items()))
     conflicts.check_sagemaker(config)
-    plan = launch.make_plan(config, this_host(tuple(getattr(args, "typed_arguments", ()))), launchers)
+    plan = launch.make_plan(config, Host(arguments=tuple(getattr(args, "typed_arguments", ()))), launchers)
     if getattr(args, "explain", False):
         from accelerate.commands.explain import explain
 

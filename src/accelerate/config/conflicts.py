@@ -1,7 +1,7 @@
 """Refuse options of a launch that contradict each other, the script or the machine, before anything is started.
 
 `check` holds for every configuration. The other functions belong to single launchers, which know what will be started:
-those named `check_*` raise, the others return the error for a fact that a launcher has met.
+those named `check_*` raise a ConfigurationError, the others return the one for a fact that a launcher has met.
 """
 
 from __future__ import annotations
@@ -188,11 +188,7 @@ _RULES: tuple[Rule, ...] = (
 
 
 def check_script(config: RunConfig, find_program: Callable[[str], str | None]) -> None:
-    """Refuse a launch without something to run.
-
-    Raises:
-        ConfigurationError: The file or program does not exist, or two ways to run it were asked for.
-    """
+    """Refuse a launch without something to run."""
     script = config["training_script"]
     if not script:
         raise ConfigurationError(
@@ -229,11 +225,7 @@ def _check_file(script: Path) -> None:
 
 
 def check_sagemaker(config: RunConfig) -> None:
-    """Refuse a file that describes a job of Amazon SageMaker.
-
-    Raises:
-        ConfigurationError: It does.
-    """
+    """Refuse a file that describes a job of Amazon SageMaker."""
     if config.file is not None and _is_sagemaker(config):
         raise sagemaker_job(str(config.file.path))
 
@@ -262,11 +254,7 @@ def cannot_start(program: str, error: OSError) -> ConfigurationError:
 
 
 def check_even_share(config: RunConfig) -> None:
-    """Refuse a number of processes that the machines cannot share evenly.
-
-    Raises:
-        ConfigurationError: They cannot.
-    """
+    """Refuse a number of processes that the machines cannot share evenly."""
     processes, machines = int(config["num_processes"] or 0), int(config["num_machines"] or 1)
     if processes % machines:
         raise ConfigurationError(
@@ -277,11 +265,7 @@ def check_even_share(config: RunConfig) -> None:
 
 
 def check_machines(config: RunConfig) -> None:
-    """Refuse several machines that cannot find each other.
-
-    Raises:
-        ConfigurationError: No address or no rank of this machine is known.
-    """
+    """Refuse several machines that cannot find each other."""
     _check_address(config)
     if str(config["rdzv_backend"] or "static") == "static" and not config.is_given("machine_rank"):
         raise ConfigurationError(
@@ -292,11 +276,7 @@ def check_machines(config: RunConfig) -> None:
 
 
 def check_rendezvous_options(config: RunConfig) -> None:
-    """Refuse options of torch's rendezvous that are not pairs, such as `timeout=60,join_timeout=10`.
-
-    Raises:
-        ConfigurationError: One has no value.
-    """
+    """Refuse options of torch's rendezvous that are not pairs, such as `timeout=60,join_timeout=10`."""
     text = str(config["rdzv_conf"] or "")
     for pair in (entry.strip() for entry in text.split(",")):
         if pair and "=" not in pair:
@@ -317,11 +297,7 @@ def port_in_use(config: RunConfig, port: int) -> ConfigurationError:
 
 
 def check_tpu(config: RunConfig) -> None:
-    """Refuse what a TPU machine or pod cannot run.
-
-    Raises:
-        ConfigurationError: The script is not Python, or the machines of a pod are not named.
-    """
+    """Refuse what a TPU machine or pod cannot run."""
     if config["no_python"]:
         raise ConfigurationError(
             f"--no_python was given with a TPU, where {config['training_script']!r} is loaded as a Python module. "
@@ -335,11 +311,7 @@ def check_tpu(config: RunConfig) -> None:
 
 
 def check_deepspeed_filters(config: RunConfig) -> None:
-    """Refuse two filters of machines for DeepSpeed's launcher.
-
-    Raises:
-        ConfigurationError: Both were given.
-    """
+    """Refuse two filters of machines for DeepSpeed's launcher."""
     if config["deepspeed_inclusion_filter"] and config["deepspeed_exclusion_filter"]:
         raise ConfigurationError(
             "deepspeed_inclusion_filter and deepspeed_exclusion_filter were both given, and DeepSpeed takes one of "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accelerate.config import conflicts, env
@@ -19,91 +19,77 @@ DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
 class Host:
-    """The surroundings of a launch. What costs time to find out is a function that is called where it is needed.
+    """The surroundings of a launch; what costs time to find out is asked for where it is needed.
 
     Args:
         environment: The variables of the launcher's process.
         arguments: The launcher's own arguments as they were typed, for a plan that starts the launcher elsewhere.
-        find_program: Returns the path of a program, or None.
-        mpi_version: Returns what `mpirun --version` prints.
-        address_towards: Returns the address of this machine on its way to another one.
-        interface_of: Returns the network interface that has an address of this machine.
-        link_variables: Returns what processes on several accelerators of this machine need to reach each other.
     """
 
-    environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-    python: str = "python"
-    physical_cores: Callable[[], int] = lambda: 1
-    port_in_use: Callable[[int], bool] = lambda port: False
-    free_port: Callable[[], int] = lambda: 29501
-    find_program: Callable[[str], str | None] = lambda name: name
-    mpi_version: Callable[[str], str] = lambda program: "Open MPI"
-    address_towards: Callable[[str], str | None] = lambda host: None
-    interface_of: Callable[[str], str | None] = lambda address: None
-    link_variables: Callable[[Machine], Mapping[str, str]] = lambda machine: {}
+    python = sys.executable
+
+    def __init__(self, environment: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()) -> None:
+        self.environment = env.items() if environment is None else environment
+        self.arguments = arguments
 
     def integer(self, name: str) -> int | None:
         """Return a variable as a number, None where it is not set or not one."""
         text = self.environment.get(name, "")
         return int(text) if text.isdecimal() else None
 
+    def find_program(self, name: str) -> str | None:
+        """Return the path of a program, None where it is not on the PATH."""
+        return shutil.which(name)
 
-def this_host(arguments: tuple[str, ...] = ()) -> Host:
-    """Return the surroundings of this process."""
-    return Host(
-        environment=env.items(),
-        arguments=arguments,
-        python=sys.executable,
-        physical_cores=_physical_cores,
-        port_in_use=is_port_in_use,
-        free_port=get_free_port,
-        find_program=shutil.which,
-        mpi_version=_mpi_version,
-        address_towards=_address_towards,
-        interface_of=_interface_of,
-        link_variables=link_variables,
-    )
+    def port_in_use(self, port: int) -> bool:
+        """Say whether something listens on a port of this machine."""
+        return is_port_in_use(port)
 
+    def free_port(self) -> int:
+        """Return a port that is free at this moment."""
+        return get_free_port()
 
-def _physical_cores() -> int:
-    import os
+    def link_variables(self, machine: Machine) -> Mapping[str, str]:
+        """Return what processes on several accelerators of this machine need to reach each other."""
+        return link_variables(machine)
 
-    import psutil
+    def physical_cores(self) -> int:
+        """Return how many cores this process may use, without their second threads."""
+        import os
 
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+        import psutil
 
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
 
-def _mpi_version(program: str) -> str:
-    import subprocess
+    def mpi_version(self, program: str) -> str:
+        """Return what `mpirun --version` prints, nothing where it cannot be run."""
+        import subprocess
 
-    try:
-        answer = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout + answer.stderr
+        try:
+            answer = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return answer.stdout + answer.stderr
 
+    def address_towards(self, host: str) -> str | None:
+        """Return the address of this machine on its way to another one, by a datagram socket that sends nothing."""
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            return None
 
-def _interface_of(address: str) -> str | None:
-    import psutil
+    def interface_of(self, address: str) -> str | None:
+        """Return the network interface that has an address of this machine."""
+        import psutil
 
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return str(name)
-    return None
-
-
-def _address_towards(host: str) -> str | None:
-    """Ask the routing table, by a datagram socket that sends nothing."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
+        for name, entries in psutil.net_if_addrs().items():
+            if any(entry.address == address for entry in entries):
+                return str(name)
         return None
 
 

@@ -16,7 +16,7 @@ from accelerate.config.resolve import resolve
 from accelerate.config.run_config import RunConfig, encode
 from accelerate.devices.machine import detect
 from accelerate.launch import DEEPSPEED, ELASTIC, MPI, ONE_PROCESS, choose_launcher
-from accelerate.launch.host import this_host
+from accelerate.launch.host import Host
 
 _RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
 # Those whose processes each drive one accelerator, and learn from these variables which.
@@ -70,7 +70,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     Raises:
         ConfigurationError: The command needs files beside it.
     """
-    config, host = _resolved(args), this_host()
+    config, host = _resolved(args), Host()
     launcher = choose_launcher(config, host, (MPI, ONE_PROCESS)).value
     plan = launcher.plan(config, host)
     if plan.files:
@@ -83,7 +83,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of the processes of this machine, and write torchrun's own options into `args`."""
-    plan = ELASTIC.plan(_resolved(args), this_host())
+    plan = ELASTIC.plan(_resolved(args), Host())
     options = plan.elastic
     assert options is not None
     args.nproc_per_node, args.nnodes = str(options.nproc_per_node), str(options.num_nodes)
@@ -95,7 +95,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """Return the command of DeepSpeed's launcher, None where torch's agent does it, and the environment."""
-    config, host = _resolved(args), this_host()
+    config, host = _resolved(args), Host()
     if not DEEPSPEED.accepts(config, host).value:
         return None, prepare_multi_gpu_env(args)
     plan = DEEPSPEED.plan(config, host)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.launching import PYTHON, make_config, make_host
+from tests.support.launching import PYTHON, FakeHost, make_config
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.launch import choose_launcher, make_plan, worker
@@ -24,7 +24,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_of(
     *, environment: dict[str, str] | None = None, facts: dict[str, Any] | None = None, **given: Any
 ) -> LaunchPlan:
-    return make_plan(make_config(**given), make_host(environment, **(facts or {})))
+    return make_plan(make_config(**given), FakeHost(environment or {}, **(facts or {})))
 
 
 def only(plan: LaunchPlan, *names: str) -> dict[str, str | None]:
@@ -329,7 +329,7 @@ def test_slurm_steps_aside() -> None:
     interactive = step(rank=0, tasks=1, nodes=1, per_node="1")
     assert plan_of(environment=interactive, num_processes=4).elastic == ElasticOptions(4, local_addr="127.0.0.1")
     by_hand = {**MACHINES, "machine_rank": 1}
-    assert choose_launcher(make_config(**by_hand), make_host(step())).value.name == "torch elastic agent"
+    assert choose_launcher(make_config(**by_hand), FakeHost(step())).value.name == "torch elastic agent"
 
 
 # --- DeepSpeed --------------------------------------------------------------------------------------------------------
