@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,63 +15,38 @@ from accelerate._base.errors import AccelerateError
 
 @dataclass(frozen=True)
 class SubCommand:
-    """Where a sub-command lives: a module with a function that makes its parser and one that runs it."""
+    """A sub-command: the module with its parser, which names the function that runs it.
+
+    Args:
+        parser: The function of the module that makes the parser.
+        function: The function that runs it, where the parser names none.
+    """
 
     name: str
     help: str
     module: str
     parser: str
-    function: str
-
-    @property
-    def exists(self) -> bool:
-        """Whether its module is there; it is not imported."""
-        return importlib.util.find_spec(f"accelerate.commands.{self.module}") is not None
+    function: str = ""
 
 
-_TABLE = (
+COMMANDS = (
     SubCommand(
         "checkpoints",
         "Show the checkpoints of a run, verify them, remove old ones",
         "checkpoints",
         "checkpoints_command_parser",
-        "checkpoints_command",
     ),
     SubCommand(
-        "completion",
-        "Print a script that completes this program in a shell",
-        "completion",
-        "completion_command_parser",
-        "completion_command",
+        "completion", "Print a script that completes this program in a shell", "completion", "completion_command_parser"
     ),
-    SubCommand(
-        "config",
-        "Write, update and convert the file of launch options",
-        "config",
-        "get_config_parser",
-        "config_command",
-    ),
-    SubCommand("env", "Show what a report of a problem needs", "env", "env_command_parser", "env_command"),
-    SubCommand(
-        "estimate-memory",
-        "Say how much memory a model needs",
-        "estimate",
-        "estimate_command_parser",
-        "estimate_command",
-    ),
+    SubCommand("config", "Write, update and convert the file of launch options", "config", "get_config_parser"),
+    SubCommand("env", "Show what a report of a problem needs", "env", "env_command_parser"),
+    SubCommand("estimate-memory", "Say how much memory a model needs", "estimate", "estimate_command_parser"),
     SubCommand("launch", "Start a script on one process or many", "launch", "launch_command_parser", "launch_in_place"),
-    SubCommand("merge-weights", "Merge the shards of a checkpoint", "merge", "merge_command_parser", "merge_command"),
-    SubCommand("test", "Check that the configured processes work", "test", "test_command_parser", "test_command"),
-    SubCommand(
-        "to-fsdp2",
-        "Rewrite a configuration for FSDP version 2",
-        "to_fsdp2",
-        "to_fsdp2_command_parser",
-        "to_fsdp2_command",
-    ),
-    SubCommand(
-        "tpu-config", "Run commands on the machines of a TPU pod", "tpu", "tpu_command_parser", "tpu_command_launcher"
-    ),
+    SubCommand("merge-weights", "Merge the shards of a checkpoint", "merge", "merge_command_parser"),
+    SubCommand("test", "Check that the configured processes work", "test", "test_command_parser"),
+    SubCommand("to-fsdp2", "Rewrite a configuration for FSDP version 2", "to_fsdp2", "to_fsdp2_command_parser"),
+    SubCommand("tpu-config", "Run commands on the machines of a TPU pod", "tpu", "tpu_command_parser"),
 )
 
 
@@ -101,7 +75,6 @@ def leave(program: Callable[[], int]) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a sub-command and return the exit code."""
-    commands = {command.name: command for command in _TABLE}
     name, *rest = arguments or [""]
     if name in {"", "-h", "--help", "help"}:
         sys.stdout.write(_help())
@@ -111,11 +84,12 @@ def run(arguments: Sequence[str]) -> int:
 
         sys.stdout.write(f"{__version__}\n")
         return 0
+    commands = {command.name: command for command in COMMANDS}
     command = commands.get(name.replace("_", "-"))
-    if command is None or not command.exists:
+    if command is None:
         import difflib
 
-        near = difflib.get_close_matches(name, [command.name for command in _TABLE if command.exists], n=1)
+        near = difflib.get_close_matches(name, commands, n=1)
         hint = f"Did you mean `accelerate {near[0]}`?" if near else "See `accelerate --help`."
         sys.stderr.write(f"accelerate: error: {name!r} is not a command. {hint}\n")
         return 2
@@ -140,19 +114,14 @@ def run_command(command: SubCommand, arguments: Sequence[str]) -> int:
     return 0
 
 
-def present() -> list[SubCommand]:
-    """Return the sub-commands that are there."""
-    return [command for command in _TABLE if command.exists]
-
-
 def find(name: str) -> SubCommand:
     """Return a sub-command of the table, for programs that start it under a name of their own."""
-    return next(command for command in _TABLE if command.name == name)
+    return next(command for command in COMMANDS if command.name == name)
 
 
 def _help() -> str:
-    width = max(len(command.name) for command in present()) + 2
-    lines = "\n".join(f"  {command.name:<{width}}{command.help}" for command in present())
+    width = max(len(command.name) for command in COMMANDS) + 2
+    lines = "\n".join(f"  {command.name:<{width}}{command.help}" for command in COMMANDS)
     return (
         "usage: accelerate <command> [options]\n\n"
         f"commands:\n{lines}\n\n"

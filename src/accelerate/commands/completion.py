@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from accelerate.commands import command_parser, run_as_program
-from accelerate.commands.accelerate_cli import present
+from accelerate.commands.accelerate_cli import COMMANDS
 
 # The sub-commands that are programs of their own, such as `accelerate-launch`.
 _PROGRAMS = ("launch", "config", "estimate-memory", "merge-weights")
@@ -85,7 +85,7 @@ def _whole_parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser("accelerate")
     whole.add_argument("--version", action="store_true", help="Show the version.")
     subparsers = whole.add_subparsers()
-    for command in present():
+    for command in COMMANDS:
         module = importlib.import_module(f"accelerate.commands.{command.module}")
         getattr(module, command.parser)(_WithHelp(subparsers, command.help))
     test, launch = subparsers.choices["test"], subparsers.choices["launch"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate import __version__
 from accelerate._base.errors import ConfigurationError
-from accelerate.commands import command_parser
+from accelerate.commands import command_parser, run_as_program
 from accelerate.config import env
 from accelerate.config.cli import spellings
 from accelerate.config.cluster_config import load_config_from_file
@@ -198,12 +198,10 @@ def _nested(values: Mapping[str, Any], indent: str) -> list[str]:
     return lines
 
 
-def main() -> int:
+def main() -> None:
     """Show it, as a program of its own."""
-    from accelerate.commands.accelerate_cli import find, run_command
-
-    return run_command(find("env"), sys.argv[1:])
+    run_as_program("env")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

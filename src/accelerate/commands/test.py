@@ -32,17 +32,17 @@ class _Parser(argparse.ArgumentParser):
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028 - no test: a fixed name
     """Make the parser of `accelerate test`."""
-    words: dict[str, Any] = {
+    texts: dict[str, Any] = {
         "description": "Check process control, collectives, loaders and training on the configured processes.",
         "epilog": "All options of `accelerate launch` are taken too: `accelerate test --cpu --num_processes 2`.",
         "allow_abbrev": False,
     }
     parser: argparse.ArgumentParser
     if subparsers is None:
-        parser = _Parser("accelerate test", usage="%(prog)s [options] [options of accelerate launch]", **words)
+        parser = _Parser("accelerate test", usage="%(prog)s [options] [options of accelerate launch]", **texts)
     else:
-        parser = subparsers.add_parser("test", **words)
-        parser.set_defaults(func=test_command)
+        parser = subparsers.add_parser("test", **texts)
+    parser.set_defaults(func=test_command)
     parser.add_argument(*spellings("--config_file"), default=None, help="The configuration file to test.")
     return parser
 
