@@ -33,10 +33,10 @@ class Check:
     """One line of the report and what stands behind it."""
 
     title: str
-    function: Callable[[Noticeboard], None]
+    function: Callable[[PeerStore], None]
 
 
-class Noticeboard:
+class PeerStore:
     """Notes of all ranks to each other over the store of the process group, which needs no collective.
 
     Args:
@@ -71,12 +71,12 @@ class Noticeboard:
         return self._store.get(key).decode()
 
 
-def noticeboard(rank: int, world_size: int) -> Noticeboard:
-    """Make the board of this process."""
+def peer_store(rank: int, world_size: int) -> PeerStore:
+    """Make the store of this process."""
     if world_size == 1 or not dist.is_initialized():
-        return Noticeboard(rank, world_size, None)
+        return PeerStore(rank, world_size, None)
     # The agent or rank 0 keeps it, whatever the backend of the collectives is.
-    return Noticeboard(rank, world_size, PrefixStore("self-check", default_store()))
+    return PeerStore(rank, world_size, PrefixStore("self-check", default_store()))
 
 
 def expect(found: Any, wanted: Any, what: str) -> None:
@@ -108,7 +108,7 @@ def expect_close(found: torch.Tensor, wanted: torch.Tensor, what: str, tolerance
         raise CheckFailure(f"{what} differs by {difference:.3g}, which is more than {tolerance:g}")
 
 
-def run_checks(checks: Sequence[Check], board: Noticeboard) -> int:
+def run_checks(checks: Sequence[Check], peers: PeerStore) -> int:
     """Run the checks in order, print a line for each, and return the exit code.
 
     After a check that failed on some processes only, the rest is not run: these may be out of step by then.
@@ -118,27 +118,27 @@ def run_checks(checks: Sequence[Check], board: Noticeboard) -> int:
     failed = 0
     for number, check in enumerate(checks):
         start = time.perf_counter()
-        own = _attempt(check, board)
-        outcomes = _exchange(board, f"outcome/{number}", own)
+        own = _attempt(check, peers)
+        outcomes = _exchange(peers, f"outcome/{number}", own)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text != _FINE]
         line = f"  {check.title:<{width}}{'FAILED' if problems else 'ok':<8}{time.perf_counter() - start:7.2f} s\n"
         details = "".join(f"      {part}\n" for problem in problems for part in problem.splitlines())
-        if (problems and board.is_first(f"told/{number}")) or (not problems and board.rank == 0):
+        if (problems and peers.is_first(f"told/{number}")) or (not problems and peers.rank == 0):
             _say(line + details)
         failed += bool(problems)
         if problems and (_FINE in outcomes or any(_HELD in text for text in outcomes)):
-            _tell_what_is_left(checks[number + 1 :], width, board)
+            _tell_what_is_left(checks[number + 1 :], width, peers)
             break
-    if board.rank == 0 and not failed:
+    if peers.rank == 0 and not failed:
         _say(f"All {len(checks)} checks passed in {time.perf_counter() - begun:.1f} s.\n")
-    elif failed and board.is_first("told/end"):
+    elif failed and peers.is_first("told/end"):
         _say(f"{failed} of {len(checks)} checks failed.\n")
     return 1 if failed else 0
 
 
-def _attempt(check: Check, board: Noticeboard) -> str:
+def _attempt(check: Check, peers: PeerStore) -> str:
     try:
-        check.function(board)
+        check.function(peers)
     except Exception as error:  # noqa: BLE001 - whatever a check raises is its result
         place = traceback.extract_tb(error.__traceback__)[-1]
         told = " ".join(str(error).split())
@@ -146,19 +146,19 @@ def _attempt(check: Check, board: Noticeboard) -> str:
     return _FINE
 
 
-def _exchange(board: Noticeboard, key: str, own: str) -> list[str]:
-    board.post(f"{key}/{board.rank}", own)
+def _exchange(peers: PeerStore, key: str, own: str) -> list[str]:
+    peers.post(f"{key}/{peers.rank}", own)
     limit = SECONDS_OF_A_CHECK if own == _FINE else SECONDS_AFTER_A_FAILURE
     end = time.monotonic() + limit
     outcomes = []
-    for rank in range(board.world_size):
-        told = board.read(f"{key}/{rank}", end - time.monotonic())
+    for rank in range(peers.world_size):
+        told = peers.read(f"{key}/{rank}", end - time.monotonic())
         outcomes.append(told or f"{_HELD} {limit:.0f} s later, probably held in a collective")
     return outcomes
 
 
-def _tell_what_is_left(checks: Sequence[Check], width: int, board: Noticeboard) -> None:
-    if board.is_first("told/rest"):
+def _tell_what_is_left(checks: Sequence[Check], width: int, peers: PeerStore) -> None:
+    if peers.is_first("told/rest"):
         _say("".join(f"  {check.title:<{width}}not run\n" for check in checks))
 
 
