@@ -9,16 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import convert_bytes
 from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus, verify
 from accelerate.commands import command_parser
 from accelerate.runtime.atomic import remove_folder
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _DESCRIPTION = "Show the checkpoints of a run, verify them, and remove old ones."
 _EPILOG = (
@@ -54,25 +51,31 @@ def checkpoints_command(args: argparse.Namespace) -> None:
         ConfigurationError: If the folder is not there, or the options do not go together.
         SystemExit: With code 1, if verifying found a checkpoint that is broken.
     """
-    _check(args)
-    found = _find(args.folder)
+    _check_options(args)
+    infos = catalog(args.folder)
+    if not infos and is_checkpoint(args.folder.resolve()):
+        infos = [inspect(args.folder.resolve())]
     if args.verify:
-        found = _verify(found)
-    doomed = surplus(found, args.keep) if args.prune else []
+        infos = _verify_all(infos)
+    excess = surplus(infos, args.keep) if args.prune else []
     if not args.json:
-        _print(args, found, doomed)
-    removed = doomed if doomed and (args.yes or _agreed(doomed)) else []
+        _print_table(args, infos, excess)
+    removed = excess if excess and (args.yes or _confirm(excess)) else []
     for info in removed:
         remove_folder(info.path)
     if args.json:
-        sys.stdout.write(json.dumps(_as_json(args, found, removed), indent=2) + "\n")
+        result: dict[str, Any] = {"folder": str(args.folder), "verified": args.verify}
+        result["checkpoints"] = [_to_json(info) for info in infos if info not in removed]
+        if args.prune:
+            result["removed"] = [_to_json(info) for info in removed]
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
     elif args.prune:
-        _tell_removed(found, doomed, removed)
-    if args.verify and any(not info.is_valid for info in found):
+        sys.stdout.write(f"{_removal_sentence(infos, excess, removed)}\n")
+    if args.verify and any(not info.is_valid for info in infos):
         sys.exit(1)
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_options(args: argparse.Namespace) -> None:
     if not args.folder.is_dir():
         raise ConfigurationError(
             f"{str(args.folder)!r} is not a folder, so there are no checkpoints in it. Give the project_dir of the run, "
@@ -90,118 +93,93 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _find(folder: Path) -> list[CheckpointInfo]:
-    found = catalog(folder)
-    if not found and is_checkpoint(folder.resolve()):
-        return [inspect(folder.resolve())]
-    return found
-
-
-def _verify(found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+def _verify_all(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=sum(info.size for info in found))
+        task = progress.add_task("reading", total=sum(info.size for info in infos))
         results = []
-        for info in found:
+        for info in infos:
             progress.update(task, description=f"reading {info.name}")
             results.append(verify(info, lambda size: progress.advance(task, size)))
     return results
 
 
-def _agreed(doomed: Sequence[CheckpointInfo]) -> bool:
+def _confirm(excess: Sequence[CheckpointInfo]) -> bool:
     from rich.console import Console
     from rich.prompt import Confirm
 
-    total = convert_bytes(sum(info.size for info in doomed))
-    question = f"Remove {_count(doomed)} ({total}): {', '.join(info.name for info in doomed)}?"
+    names = ", ".join(info.name for info in excess)
+    question = f"Remove {_count(excess)} ({_total_size(excess)}): {names}?"
     return Confirm.ask(question, console=Console(stderr=True), default=False)
 
 
-def _as_json(
-    args: argparse.Namespace, found: Sequence[CheckpointInfo], removed: Sequence[CheckpointInfo]
-) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "folder": str(args.folder),
-        "verified": args.verify,
-        "checkpoints": [_entry(info) for info in found if info not in removed],
-    }
-    if args.prune:
-        result["removed"] = [_entry(info) for info in removed]
-    return result
-
-
-def _entry(info: CheckpointInfo) -> dict[str, Any]:
+def _to_json(info: CheckpointInfo) -> dict[str, Any]:
     return {**asdict(info), "path": str(info.path)}
 
 
-def _print(args: argparse.Namespace, found: Sequence[CheckpointInfo], doomed: Sequence[CheckpointInfo]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    if not found:
-        console.print(Text(f"There are no checkpoints in {str(args.folder)!r}."), soft_wrap=True)
-        return
-    console.print(_table(found, doomed, args.verify))
-    valid = [info for info in found if info.is_valid]
-    newest = f"newest valid: {valid[-1].name}" if valid else "none is valid"
-    total = convert_bytes(sum(info.size for info in found))
-    console.print(Text(f"{_count(found)}, {total}; {newest}."), soft_wrap=True)
-
-
-def _table(found: Sequence[CheckpointInfo], doomed: Sequence[CheckpointInfo], checked: bool) -> Table:
+def _print_table(args: argparse.Namespace, infos: Sequence[CheckpointInfo], excess: Sequence[CheckpointInfo]) -> None:
     from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if not infos:
+        console.print(Text(f"There are no checkpoints in {str(args.folder)!r}."), soft_wrap=True)
+        return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("name", overflow="fold", min_width=12)
     for title in ("step", "epoch", "samples", "age", "size", "processes"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", overflow="fold", ratio=1)
     now = time.time()
-    for info in found:
+    for info in infos:
         known = info.world_size > 0
         numbers = [f"{value:,}" if known else _UNKNOWN for value in (info.step, info.epoch, info.samples)]
         processes = str(info.world_size) if known else _UNKNOWN
         cells = [info.name, *numbers, _age(now - info.created), convert_bytes(info.size), processes]
-        state, colour = _state(info, checked)
-        if info in doomed:
-            state += " (to be removed)"
-        table.add_row(*map(Text, cells), Text(state, style=colour))
-    return table
+        state, colour = _state(info, args.verify)
+        note = " (to be removed)" if info in excess else ""
+        table.add_row(*map(Text, cells), Text(state + note, style=colour))
+    console.print(table)
+    valid = [info for info in infos if info.is_valid]
+    newest = f"newest valid: {valid[-1].name}" if valid else "none is valid"
+    console.print(Text(f"{_count(infos)}, {_total_size(infos)}; {newest}."), soft_wrap=True)
 
 
-def _state(info: CheckpointInfo, checked: bool) -> tuple[str, str]:
+def _state(info: CheckpointInfo, verified: bool) -> tuple[str, str]:
+    """Return what is known of a checkpoint, and its colour."""
     if not info.is_valid:
         return f"broken: {info.problem}", "red"
     if info.problem is not None:
         return f"valid ({info.problem})", "yellow"
-    return "valid, checksums compared" if checked else "valid", "green"
+    return "valid, checksums compared" if verified else "valid", "green"
 
 
 def _age(seconds: float) -> str:
-    limit_and_unit = next(entry for entry in _UNITS if seconds < entry[0])
-    return f"{max(0, int(seconds / limit_and_unit[1]))} {limit_and_unit[2]}"
+    _, unit, name = next(entry for entry in _UNITS if seconds < entry[0])
+    return f"{max(0, int(seconds / unit))} {name}"
 
 
-def _count(found: Sequence[CheckpointInfo]) -> str:
-    return f"{len(found)} checkpoint{'' if len(found) == 1 else 's'}"
+def _count(infos: Sequence[CheckpointInfo]) -> str:
+    return f"{len(infos)} checkpoint{'' if len(infos) == 1 else 's'}"
 
 
-def _tell_removed(
-    found: Sequence[CheckpointInfo], doomed: Sequence[CheckpointInfo], removed: Sequence[CheckpointInfo]
-) -> None:
+def _total_size(infos: Sequence[CheckpointInfo]) -> str:
+    return convert_bytes(sum(info.size for info in infos))
+
+
+def _removal_sentence(
+    infos: Sequence[CheckpointInfo], excess: Sequence[CheckpointInfo], removed: Sequence[CheckpointInfo]
+) -> str:
     if removed:
-        size = convert_bytes(sum(info.size for info in removed))
-        sys.stdout.write(f"Removed {_count(removed)} ({size}).\n")
-    elif doomed:
-        sys.stdout.write("Nothing was removed.\n")
-    elif found and not any(info.is_valid for info in found):
-        sys.stdout.write("Nothing was removed: none is valid, so none is surplus.\n")
-    else:
-        sys.stdout.write("There is nothing to remove.\n")
+        return f"Removed {_count(removed)} ({_total_size(removed)})."
+    if excess:
+        return "Nothing was removed."
+    if infos and not any(info.is_valid for info in infos):
+        return "Nothing was removed: none is valid, so none is surplus."
+    return "There is nothing to remove."

@@ -63,7 +63,6 @@ _PACKAGES = (
 )
 _PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "OMP_", "MASTER_")
 _SECRET = ("secret", "password", "token", "key")
-_GIBIBYTE = 2**30
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -84,16 +83,8 @@ def env_command(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigurationError: If a file was named that is not there.
     """
-    facts = _facts(args.config_file)
-    if getattr(args, "verbose", False):
-        facts["torch"] = _what_torch_says()
-    text = json.dumps(facts, indent=2, default=str) if getattr(args, "json", False) else "\n".join(_lines(facts))
-    sys.stdout.write(f"{text}\n")
-    return facts
-
-
-def _facts(config_file: str | None) -> dict[str, Any]:
-    return {
+    versions = {name: _version(name) for name in _PACKAGES}
+    report: dict[str, Any] = {
         "accelerate": {
             "version": __version__,
             "location": str(Path(__file__).resolve().parents[1]),
@@ -105,11 +96,19 @@ def _facts(config_file: str | None) -> dict[str, Any]:
             "executable": sys.executable,
         },
         "platform": platform.platform(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name, version in versions.items() if version is not None},
         "hardware": _hardware(),
-        "config": _config(config_file),
+        "config": _config(args.config_file),
         "variables": _variables(env.items()),
     }
+    if getattr(args, "verbose", False):
+        report["torch"] = _torch_facts()
+    if getattr(args, "json", False):
+        text = json.dumps(report, indent=2, default=str)
+    else:
+        text = "\n".join(line for title, value in report.items() for line in _lines(title, value, empty="  (none)"))
+    sys.stdout.write(f"{text}\n")
+    return report
 
 
 def _version(distribution: str) -> str | None:
@@ -123,16 +122,15 @@ def _hardware() -> dict[str, Any]:
     import psutil
 
     machine = detect(env.items())
-    found: dict[str, Any] = {
+    slurm = {"slurm_job": machine.slurm.job} if machine.slurm is not None else {}
+    return {
         "accelerators": machine.device_count,
         "type": machine.device_type,
         "cpu_cores": machine.cpu_count,
-        "memory_gib": round(psutil.virtual_memory().total / _GIBIBYTE, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "mpirun": machine.has_mpirun,
+        **slurm,
     }
-    if machine.slurm is not None:
-        found["slurm_job"] = machine.slurm.job
-    return found
 
 
 def _config(named: str | None) -> dict[str, Any]:
@@ -155,7 +153,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: "***" if any(word in name.lower() for word in _SECRET) else chosen[name] for name in sorted(chosen)}
 
 
-def _what_torch_says() -> dict[str, Any]:
+def _torch_facts() -> dict[str, Any]:
     import torch
 
     from accelerate.devices import registry
@@ -175,27 +173,14 @@ def _what_torch_says() -> dict[str, Any]:
     }
 
 
-def _lines(facts: Mapping[str, Any]) -> list[str]:
-    lines: list[str] = []
-    for title, value in facts.items():
-        if isinstance(value, Mapping):
-            lines.append(f"{title}:")
-            lines += _nested(value, "  ") or ["  (none)"]
-        else:
-            lines.append(f"{title}: {value}")
-    return lines
-
-
-def _nested(values: Mapping[str, Any], indent: str) -> list[str]:
-    lines: list[str] = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            lines += [f"{indent}{name}:", *_nested(value, indent + "  ")]
-        elif isinstance(value, list):
-            lines += [f"{indent}{name}:", *(f"{indent}  - {entry}" for entry in value)]
-        else:
-            lines.append(f"{indent}{name}: {'(none)' if value is None else value}")
-    return lines
+def _lines(name: str, value: Any, indent: str = "", empty: str = "") -> list[str]:
+    """Return a value as indented lines; `empty` stands for a mapping without entries."""
+    if isinstance(value, Mapping):
+        below = [line for key, entry in value.items() for line in _lines(key, entry, indent + "  ")]
+        return [f"{indent}{name}:", *(below or ([empty] if empty else []))]
+    if isinstance(value, list):
+        return [f"{indent}{name}:", *(f"{indent}  - {entry}" for entry in value)]
+    return [f"{indent}{name}: {'(none)' if value is None else value}"]
 
 
 def main() -> None:

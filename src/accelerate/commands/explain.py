@@ -63,12 +63,12 @@ def table_of(config: RunConfig, title: str, *, verbose: bool) -> Table:
     """
     table = Table("option", "value", "origin", title=title, title_justify="left")
     section = None
-    for place, key, value, origin in config.rows():
+    for heading, key, value, origin in config.rows():
         if not verbose and config.is_default(key):
             continue
-        if section is not None and place != section:
+        if section is not None and heading != section:
             table.add_section()
-        section = place
+        section = heading
         table.add_row(Text(key), Text(_masked(key, value), overflow="fold"), Text(str(origin), overflow="fold"))
     return table
 

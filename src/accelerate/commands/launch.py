@@ -116,7 +116,7 @@ class LaunchParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse up to the script; what follows it is the script's own, also a `--` or an option of this parser."""
         words = list(sys.argv[1:] if args is None else args)
-        end = self._place_of_script(words)
+        end = self._script_index(words)
         options, unknown = super().parse_known_args(words if end is None else words[: end + 1], namespace)
         if end is not None:
             options.training_script_args = words[end + 1 :]
@@ -129,7 +129,13 @@ class LaunchParser(argparse.ArgumentParser):
         """Parse, and end with one line for an option that does not exist."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(self._misspelt(unknown[0]))
+            import difflib
+
+            option = unknown[0].split("=", maxsplit=1)[0]
+            known = {name.replace("-", "_"): name for name in reversed(self._option_string_actions)}
+            near = difflib.get_close_matches(option.replace("-", "_"), known, n=1)
+            hint = f": did you mean {known[near[0]]}?" if near else "; the options of a script come after it"
+            self.error(f"{option} is not an option{hint}")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -139,15 +145,15 @@ class LaunchParser(argparse.ArgumentParser):
         end = "" if message.endswith("?") else "."
         self.exit(2, f"{self.prog}: error: {message}{end} `{self.prog} --help` lists the options.\n")
 
-    def _place_of_script(self, words: list[str]) -> int | None:
-        """Return where the script stands, None if there is none or its place is for argparse to find."""
-        place = 0
-        while place < len(words):
-            word = words[place]
+    def _script_index(self, words: list[str]) -> int | None:
+        """Return the index of the script, None if there is none or it is for argparse to find."""
+        index = 0
+        while index < len(words):
+            word = words[index]
             if word == "--":
-                return place + 1 if place + 1 < len(words) else None
+                return index + 1 if index + 1 < len(words) else None
             if not word.startswith("-") or word == "-":
-                return place
+                return index
             option, equals, _ = word.partition("=")
             if option not in self._option_string_actions:
                 # Its value, if it has one, cannot be told from the script: stop here and let it be named.
@@ -155,19 +161,8 @@ class LaunchParser(argparse.ArgumentParser):
             values = self._option_string_actions[option].nargs
             if isinstance(values, str):
                 return None
-            place += 1 + (0 if equals else 1 if values is None else values)
+            index += 1 + (0 if equals else 1 if values is None else values)
         return None
-
-    def _misspelt(self, word: str) -> str:
-        import difflib
-
-        option = word.split("=", maxsplit=1)[0]
-        near = difflib.get_close_matches(option.replace("-", "_"), self._underscored(), n=1)
-        hint = f": did you mean {self._underscored()[near[0]]}?" if near else ""
-        return f"{option} is not an option{hint or '; the options of a script come after it'}"
-
-    def _underscored(self) -> dict[str, str]:
-        return {option.replace("-", "_"): option for option in reversed(self._option_string_actions)}
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

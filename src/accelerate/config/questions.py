@@ -164,8 +164,8 @@ class Interview:
     def _next(self) -> int | None:
         values = self.values
         start = self._path[-1] + 1 if self._path else 0
-        places = range(start, len(self._questions))
-        return next((place for place in places if self._questions[place].applies(values)), None)
+        indices = range(start, len(self._questions))
+        return next((index for index in indices if self._questions[index].applies(values)), None)
 
 
 def implied(answers: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,10 +235,10 @@ def _of_section(section: type[LaunchSection]) -> Iterator[LaunchOption]:
     for option in asked:
         if option in followers.values():
             continue
-        place: LaunchOption | None = option
-        while place is not None:
-            yield place
-            place = followers.get(place.name)
+        current: LaunchOption | None = option
+        while current is not None:
+            yield current
+            current = followers.get(current.name)
 
 
 def _kind(machine: Machine) -> Question:

@@ -182,8 +182,8 @@ def _control_group_kills() -> int | None:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    for _, controllers, place in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        inside = place.lstrip("/")
+    for _, controllers, group in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        inside = group.lstrip("/")
         if not controllers:
             # In a container the path is that of the host and the files are at the root.
             candidates = (_CGROUPS / inside / "memory.events", _CGROUPS / "memory.events")

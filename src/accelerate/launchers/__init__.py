@@ -410,11 +410,11 @@ def _failures(known: dict[int, Any], folder: Path) -> list[Failure]:
     first_rank = rank - named.local_rank
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: attempt.stat().st_mtime)
     found = {}
-    for place in attempts[-1].iterdir() if attempts else ():
-        moment, text = read_record(place / "error.json")
+    for records in attempts[-1].iterdir() if attempts else ():
+        moment, text = read_record(records / "error.json")
         if moment is not None or text:
-            local = int(place.name)
-            pid = int((place / _PID_FILE).read_text())
+            local = int(records.name)
+            pid = int((records / _PID_FILE).read_text())
             code = named.exitcode if local == named.local_rank else 1
             found[local] = Failure(first_rank + local, local, pid, code, moment or float(named.timestamp), text)
     if named.local_rank not in found:
