@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from tests.support.launching import make_config, make_host
+from tests.support.launching import FakeHost, make_config
 
 from accelerate._base.helpers import Choice
 from accelerate.launch import LAUNCHERS, choose_launcher, make_plan
@@ -44,7 +44,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_of(options: dict[str, Any], around: dict[str, str]) -> LaunchPlan:
-    return make_plan(make_config(arguments=["--lr", "1"], **options), make_host(around))
+    return make_plan(make_config(arguments=["--lr", "1"], **options), FakeHost(around))
 
 
 @pytest.mark.parametrize(("launcher", "options", "around"), MEMBERS)
@@ -52,7 +52,7 @@ class TestLauncher:
     def test_it_is_the_first_that_takes_its_run(
         self, launcher: Launcher, options: dict[str, Any], around: dict[str, str]
     ) -> None:
-        choice = choose_launcher(make_config(**options), make_host(around))
+        choice = choose_launcher(make_config(**options), FakeHost(around))
         assert choice.value is launcher
         assert choice.reason
 
@@ -60,7 +60,7 @@ class TestLauncher:
         self, launcher: Launcher, options: dict[str, Any], around: dict[str, str]
     ) -> None:
         for given, variables in RUNS:
-            answer = launcher.accepts(make_config(**given), make_host(variables))
+            answer = launcher.accepts(make_config(**given), FakeHost(variables))
             assert isinstance(answer, Choice)
             assert isinstance(answer.value, bool)
             assert answer.reason
