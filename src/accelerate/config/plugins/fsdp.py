@@ -127,8 +127,9 @@ class FullyShardedDataParallelPlugin(Settings):
     )
 
     def __post_init__(self) -> None:
-        # What the program says differs from what the launcher's variables say by default: only the first is judged.
-        self._given = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        # What the program says differs from what the launcher's variables say by default: only the first is refused.
+        given = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        self._given = {name: value for name, value in given.items() if value is not None}
         super().__post_init__()
 
     def normalise(self) -> None:
@@ -142,8 +143,7 @@ class FullyShardedDataParallelPlugin(Settings):
             self._normalise_version_1()
         else:
             self._normalise_version_2()
-        self._normalise_checkpointing()
-        self._normalise_wrapping()
+        self._normalise_shared()
         self.set_state_dict_type()
         self.set_cpu_offload()
         self.validate_cpu_offload()
@@ -151,11 +151,8 @@ class FullyShardedDataParallelPlugin(Settings):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         self.validate_mixed_precision_policy()
 
-    def _was_given(self, name: str) -> bool:
-        return self._given[name] is not None
-
     def _normalise_version_1(self) -> None:
-        if self._was_given("sharding_strategy"):
+        if "sharding_strategy" in self._given:
             warn_once(
                 "FullyShardedDataParallelPlugin(sharding_strategy=...) is the old name of reshard_after_forward. "
                 f"Write reshard_after_forward={self.sharding_strategy!r}.",
@@ -163,7 +160,7 @@ class FullyShardedDataParallelPlugin(Settings):
                 stacklevel=6,
             )
         reshard = self.reshard_after_forward
-        if isinstance(self._given["reshard_after_forward"], bool):
+        if isinstance(self._given.get("reshard_after_forward"), bool):
             raise ConfigurationError(
                 f"FullyShardedDataParallelPlugin(reshard_after_forward={reshard!r}) is FSDP 2's way to say it; FSDP 1 "
                 "takes a sharding strategy. Write 'FULL_SHARD' or 'SHARD_GRAD_OP', or set fsdp_version=2."
@@ -172,15 +169,17 @@ class FullyShardedDataParallelPlugin(Settings):
         if reshard is None or str(reshard).lower() in _YES_NO:
             self.reshard_after_forward = None
         else:
-            self.reshard_after_forward = fsdp_torch.sharding_strategy("reshard_after_forward", reshard)
-            if not self._was_given("sharding_strategy"):
+            self.reshard_after_forward = fsdp_torch.enum_member("reshard_after_forward", reshard)
+            if "sharding_strategy" not in self._given:
                 self.sharding_strategy = self.reshard_after_forward
         wanted = "FULL_SHARD" if self.sharding_strategy is None else self.sharding_strategy
-        self.sharding_strategy = fsdp_torch.sharding_strategy("sharding_strategy", wanted)
-        if self.backward_prefetch is not None:
-            self.backward_prefetch = fsdp_torch.backward_prefetch(self.backward_prefetch)
+        self.sharding_strategy = fsdp_torch.enum_member("sharding_strategy", wanted)
+        if str(self.backward_prefetch).upper() == "NO_PREFETCH":
+            self.backward_prefetch = None
+        elif self.backward_prefetch is not None:
+            self.backward_prefetch = fsdp_torch.enum_member("backward_prefetch", self.backward_prefetch)
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
-            if self._given["sync_module_states"] is False:
+            if self._given.get("sync_module_states") is False:
                 warn_once(
                     "FullyShardedDataParallelPlugin(sync_module_states=False) cannot be with cpu_ram_efficient_loading: "
                     "only rank 0 has the weights. It is set to True; write that, or cpu_ram_efficient_loading=False.",
@@ -191,13 +190,13 @@ class FullyShardedDataParallelPlugin(Settings):
             self.param_init_fn = fsdp_torch.empty_on_current_device
 
     def _normalise_version_2(self) -> None:
-        if self._was_given("forward_prefetch"):
+        if "forward_prefetch" in self._given:
             raise ConfigurationError(
                 f"FullyShardedDataParallelPlugin(forward_prefetch={self.forward_prefetch!r}) is not in FSDP 2, which "
                 "fetches ahead by itself. Leave it out, or set fsdp_version=1."
             )
         for name in _VERSION_1:
-            if self._was_given(name):
+            if name in self._given:
                 warn_once(
                     f"FullyShardedDataParallelPlugin({name}=...) means nothing to FSDP 2 and is left out. "
                     "Leave it out, or set fsdp_version=1.",
@@ -213,17 +212,15 @@ class FullyShardedDataParallelPlugin(Settings):
             )
         self.reshard_after_forward = _YES_NO[word]
 
-    def _normalise_checkpointing(self) -> None:
+    def _normalise_shared(self) -> None:
         if self.activation_checkpointing_offload and not (self.activation_checkpointing and self.fsdp_version == 2):
             raise ConfigurationError(
                 "FullyShardedDataParallelPlugin(activation_checkpointing_offload=True) moves what activation "
                 f"checkpointing keeps, in FSDP 2, but activation_checkpointing={self.activation_checkpointing!r} and "
                 f"fsdp_version={self.fsdp_version}. Set activation_checkpointing=True and fsdp_version=2."
             )
-        if self._was_given("cpu_ram_efficient_loading"):
+        if "cpu_ram_efficient_loading" in self._given:
             env.put(_RAM_EFFICIENT_LOADING, bool(self.cpu_ram_efficient_loading))
-
-    def _normalise_wrapping(self) -> None:
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = (name.strip() for name in self.transformer_cls_names_to_wrap.split(","))
             self.transformer_cls_names_to_wrap = [name for name in names if name]
@@ -244,7 +241,7 @@ class FullyShardedDataParallelPlugin(Settings):
         """
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         wanted = self.state_dict_type if state_dict_type is None else state_dict_type
-        kind = fsdp_torch.state_dict_type(default if wanted is None else wanted)
+        kind = fsdp_torch.enum_member("state_dict_type", default if wanted is None else wanted)
         if self.fsdp_version == 2 and kind.name == "LOCAL_STATE_DICT":
             raise ConfigurationError(
                 f"FullyShardedDataParallelPlugin(state_dict_type={wanted!r}) is not in FSDP 2. "
@@ -296,7 +293,7 @@ class FullyShardedDataParallelPlugin(Settings):
         Raises:
             ConfigurationError: It is one.
         """
-        self._refuse_other("mixed_precision_policy", fsdp_torch.precision_class(self.fsdp_version))
+        self._refuse_other("mixed_precision_policy")
 
     def set_cpu_offload(self) -> None:
         """Turn a bool into torch's object for offloading."""
@@ -309,10 +306,10 @@ class FullyShardedDataParallelPlugin(Settings):
         Raises:
             ConfigurationError: It is one.
         """
-        self._refuse_other("cpu_offload", fsdp_torch.offload_class(self.fsdp_version))
+        self._refuse_other("cpu_offload")
 
-    def _refuse_other(self, name: str, wanted: Any) -> None:
-        value = getattr(self, name)
+    def _refuse_other(self, name: str) -> None:
+        value, wanted = getattr(self, name), fsdp_torch.policy_class(name, self.fsdp_version)
         if value is not None and not isinstance(value, wanted):
             raise ConfigurationError(
                 f"FullyShardedDataParallelPlugin({name}={value!r}) is not for FSDP {self.fsdp_version}. "

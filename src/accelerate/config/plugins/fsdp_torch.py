@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from accelerate._base.constants import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from accelerate._base.errors import ConfigurationError
@@ -14,18 +13,31 @@ from accelerate._base.helpers import warn_once
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
-
-E = TypeVar("E", bound=Enum)
+    from torch.distributed.fsdp import StateDictType
 
 _DTYPES = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+# The enum of an option and the names of its members, in the order of torch's numbers; torch's own names differ by an
+# underscore.
+_ENUMS = {
+    "sharding_strategy": ("ShardingStrategy", FSDP_SHARDING_STRATEGY),
+    "reshard_after_forward": ("ShardingStrategy", FSDP_SHARDING_STRATEGY),
+    "backward_prefetch": ("BackwardPrefetch", FSDP_BACKWARD_PREFETCH[:2]),
+    "state_dict_type": ("StateDictType", FSDP_STATE_DICT_TYPE),
+}
 
 
-def _member(enum: type[E], names: Iterable[str], option: str, value: object) -> E:
-    """Return the member that a name in any case, a number (also as text) or the member itself stands for."""
+def enum_member(option: str, value: object) -> Any:
+    """Return the member of torch's enum that a name in any case, a number (also as text) or the member stands for.
+
+    Raises:
+        ConfigurationError: It stands for none.
+    """
+    from torch.distributed import fsdp
+
+    enum_name, names = _ENUMS[option]
+    enum = getattr(fsdp, enum_name)
     if isinstance(value, enum):
         return value
-    # Both lists are in the order of torch's numbers; torch's own names differ by an underscore.
     numbers = {name: number for number, name in enumerate(names, start=1)}
     text = str(value).upper()
     number = numbers.get(text, int(text) if text.isdecimal() else 0)
@@ -35,44 +47,6 @@ def _member(enum: type[E], names: Iterable[str], option: str, value: object) -> 
             f"Write one of {', '.join(repr(name) for name in numbers)}."
         )
     return next(member for member in enum if member.value == number)
-
-
-def sharding_strategy(option: str, value: object) -> ShardingStrategy:
-    """Return what FSDP 1 shards.
-
-    Args:
-        option: The option that holds the value, for the message.
-
-    Raises:
-        ConfigurationError: It is no strategy.
-    """
-    from torch.distributed.fsdp import ShardingStrategy
-
-    return _member(ShardingStrategy, FSDP_SHARDING_STRATEGY, option, value)
-
-
-def backward_prefetch(value: object) -> BackwardPrefetch | None:
-    """Return when FSDP 1 fetches the next weights in backward; None for never.
-
-    Raises:
-        ConfigurationError: It is no such moment.
-    """
-    from torch.distributed.fsdp import BackwardPrefetch
-
-    if str(value).upper() == "NO_PREFETCH":
-        return None
-    return _member(BackwardPrefetch, FSDP_BACKWARD_PREFETCH[:2], "backward_prefetch", value)
-
-
-def state_dict_type(value: object) -> StateDictType:
-    """Return the form of weights in checkpoints.
-
-    Raises:
-        ConfigurationError: It is no such form.
-    """
-    from torch.distributed.fsdp import StateDictType
-
-    return _member(StateDictType, FSDP_STATE_DICT_TYPE, "state_dict_type", value)
 
 
 def state_dict_configs(kind: StateDictType, *given: Any) -> tuple[Any, Any]:
@@ -137,32 +111,29 @@ def precision_policy(version: int, value: object, buffer_dtype: torch.dtype | No
     dtypes = {part: dtype_of(dtype) for part, dtype in given.items() if dtype is not None}
     if version == 1 and buffer_dtype is not None:
         dtypes["buffer_dtype"] = buffer_dtype
-    return precision_class(version)(**dtypes)
+    return policy_class("mixed_precision_policy", version)(**dtypes)
 
 
-def precision_class(version: int) -> Any:
-    """Return the class of a version's precision policies."""
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+def policy_class(option: str, version: int) -> Any:
+    """Return the class that a version of FSDP has for an option, `mixed_precision_policy` or `cpu_offload`."""
+    from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
-    return MixedPrecision if version == 1 else MixedPrecisionPolicy
-
-
-def offload_class(version: int) -> Any:
-    """Return the class of a version's offload policies."""
-    from torch.distributed.fsdp import CPUOffload, OffloadPolicy
-
-    return CPUOffload if version == 1 else OffloadPolicy
+    classes: dict[str, tuple[type, type]] = {
+        "mixed_precision_policy": (MixedPrecision, MixedPrecisionPolicy),
+        "cpu_offload": (CPUOffload, OffloadPolicy),
+    }
+    return classes[option][version - 1]
 
 
 def offload_policy(version: int, wanted: bool) -> Any:
     """Make the object by which FSDP learns whether weights rest on the CPU."""
     import torch
-    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
-    if version == 2 and wanted:
-        # Memory can be pinned for an accelerator only.
-        return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-    return offload_class(version)(**({"offload_params": wanted} if version == 1 else {}))
+    if version == 1:
+        return CPUOffload(offload_params=wanted)
+    # Memory can be pinned for an accelerator only.
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if wanted else OffloadPolicy()
 
 
 def wrap_policy(value: object) -> Any:
@@ -214,8 +185,15 @@ def bind_policy(
                 "them. Set transformer_cls_names_to_wrap; until then the model is sharded as one.",
                 stacklevel=3,
             )
-        classes = {_layer_class(model, name) for name in chosen}
-        return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        classes = {type(part).__name__: type(part) for part in model.modules()}
+        for name in chosen:
+            if name not in classes:
+                raise ConfigurationError(
+                    f"transformer_cls_names_to_wrap holds {name!r}, but {type(model).__name__} has no layer of that class. "
+                    f"Its classes are {', '.join(sorted(classes))}."
+                )
+        layers = {get_module_class_from_name(model, name) for name in chosen}
+        return functools.partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=layers)
     if policy is wrap.size_based_auto_wrap_policy:
         return functools.partial(policy, min_num_params=min_num_params) if min_num_params else None
     return policy  # type: ignore[no-any-return]
@@ -224,17 +202,6 @@ def bind_policy(
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """Return the class of this name among a module and its children, depth first; None if there is none."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
-
-
-def _layer_class(model: nn.Module, name: str) -> type[nn.Module]:
-    found = get_module_class_from_name(model, name)
-    if found is None:
-        there = sorted({type(part).__name__ for part in model.modules()})
-        raise ConfigurationError(
-            f"transformer_cls_names_to_wrap holds {name!r}, but {type(model).__name__} has no layer of that class. "
-            f"Its classes are {', '.join(there)}."
-        )
-    return found
 
 
 def empty_on_current_device(module: nn.Module) -> None:
