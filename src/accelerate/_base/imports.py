@@ -131,28 +131,21 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 def deepspeed_required(func: Callable[P, R]) -> Callable[P, R]:
     """Make a function raise a clear error where DeepSpeed is not installed."""
-
-    @functools.wraps(func)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_deepspeed_available():
-            raise MissingPackageError(
-                f"{func.__qualname__} needs the package 'deepspeed', which is not installed. "
-                'Install it with `pip install "accelerate[deepspeed]"`.'
-            )
-        return func(*args, **kwargs)
-
-    return checked
+    return _requires(func, is_deepspeed_available, "'deepspeed'", '"accelerate[deepspeed]"')
 
 
 def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     """Make a function raise a clear error where torchao is not installed."""
+    return _requires(func, is_torchao_available, "'torchao' in version 0.6.1 or later", "torchao")
 
+
+def _requires(func: Callable[P, R], is_available: Callable[[], bool], package: str, install: str) -> Callable[P, R]:
     @functools.wraps(func)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_torchao_available():
+        if not is_available():
             raise MissingPackageError(
-                f"{func.__qualname__} needs the package 'torchao' in version 0.6.1 or later, which is not installed. "
-                "Install it with `pip install torchao`."
+                f"{func.__qualname__} needs the package {package}, which is not installed. "
+                f"Install it with `pip install {install}`."
             )
         return func(*args, **kwargs)
 

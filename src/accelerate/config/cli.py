@@ -60,7 +60,9 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
             groups[title] = parser.add_argument_group(title)
         _add(groups[title], option)
     for name in ("training_script", "training_script_args"):
-        _add_place(parser, options()[name])
+        option = options()[name]
+        rest: dict[str, Any] = {"nargs": argparse.REMAINDER} if option.knob.shape == "rest" else {}
+        parser.add_argument(name, action=_Noting, help=option.knob.help, **rest)
 
 
 def spellings(flag: str) -> list[str]:
@@ -85,11 +87,6 @@ def _add(group: Any, option: LaunchOption) -> None:
     action = group.add_argument(*names, **text)
     # Both spellings are taken by now; help and messages show one.
     action.option_strings = shown
-
-
-def _add_place(parser: argparse.ArgumentParser, option: LaunchOption) -> None:
-    rest: dict[str, Any] = {"nargs": argparse.REMAINDER} if option.knob.shape == "rest" else {}
-    parser.add_argument(option.name, action=_Noting, help=option.knob.help, **rest)
 
 
 def _reader(option: LaunchOption) -> Callable[[str], Any]:

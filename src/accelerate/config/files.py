@@ -224,12 +224,23 @@ def _parse_json(path: str | Path, text: str) -> Any:
 def _parse_yaml(path: str | Path, text: str) -> Any:
     import yaml
 
-    loader = yaml.SafeLoader(text)
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """Refuse a dictionary that has a key twice, of which YAML itself keeps the last."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[tuple[str, str], int] = {}
+            for key, _ in node.value:
+                # A merge (`<<: *defaults`) is an order, not a key.
+                if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                    continue
+                name, line = (key.tag, key.value), key.start_mark.line + 1
+                if name in lines:
+                    raise _repeated(path, key.value, f", on lines {lines[name]} and {line}")
+                lines[name] = line
+            return super().construct_mapping(node, deep)
+
     try:
-        # In two steps, because the lines of keys are known only in between: dictionaries keep the last of two keys.
-        node = loader.get_single_node()
-        _refuse_repeated_keys(path, node)
-        return loader.construct_document(node) if node is not None else None
+        return yaml.load(text, UniqueKeyLoader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}," if mark is not None else ""
@@ -237,34 +248,6 @@ def _parse_yaml(path: str | Path, text: str) -> Any:
         raise ConfigurationError(
             f"The configuration file {str(path)!r}{line} is not YAML: {problem}. Correct that line."
         ) from error
-    finally:
-        loader.dispose()
-
-
-def _refuse_repeated_keys(path: str | Path, root: Any) -> None:
-    """Look through the nodes of a YAML file for a dictionary that has a key twice."""
-    from yaml import MappingNode, ScalarNode, SequenceNode
-
-    waiting, seen = [root], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:  # an alias may stand inside of what it names
-            continue
-        seen.add(id(node))
-        if isinstance(node, SequenceNode):
-            waiting += node.value
-        if not isinstance(node, MappingNode):
-            continue
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            waiting.append(value)
-            # A merge (`<<: *defaults`) is an order, not a key.
-            if not isinstance(key, ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                raise _repeated(path, key.value, f", on lines {lines[name]} and {line}")
-            lines[name] = line
 
 
 def _repeated(path: str | Path, key: str, lines: str) -> ConfigurationError:

@@ -54,7 +54,10 @@ def merge(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[s
     notes = [f"{file.path}: {note}" for note in file.notes] if file is not None else []
     if file is not None:
         notes += _apply_paradigm(values, file, flags)
-    notes += _without_effect(flags)
+    if "same_network" in flags:
+        notes.append(
+            "--same_network changes nothing: machines always meet at --main_process_ip and --main_process_port."
+        )
     _fill(values, machine)
     return RunConfig(values, machine=machine, file=file, notes=tuple(notes))
 
@@ -135,20 +138,15 @@ def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mappin
     return notes
 
 
-def _without_effect(flags: Mapping[str, Any]) -> list[str]:
-    """Say which flags are accepted for the sake of older commands and change nothing."""
-    if "same_network" not in flags:
-        return []
-    return ["--same_network changes nothing: machines always meet at --main_process_ip and --main_process_port."]
-
-
 def _fill(values: dict[str, Resolved], machine: Machine) -> None:
     """Fill in what nobody said from what the machine has."""
     if values["tpu"].value and values["num_processes"].value is None:
         values["num_processes"] = Resolved(None, Origin(OptionSource.DETECTED, "as many as the TPU has cores"))
         return
     on_cpu = bool(values["cpu"].value) or not machine.has_accelerator
-    local = 1 if on_cpu else _chosen_devices(values["gpu_ids"].value, machine)
+    chosen = values["gpu_ids"].value or "all"
+    listed = machine.device_count if chosen == "all" else len([entry for entry in chosen.split(",") if entry.strip()])
+    local = 1 if on_cpu else listed
     if values["num_processes"].value is None:
         total = local * max(1, int(values["num_machines"].value))
         reason = "one process on the CPU" if on_cpu else f"{local} of type {machine.device_type} on each machine"
@@ -157,9 +155,3 @@ def _fill(values: dict[str, Resolved], machine: Machine) -> None:
     if several and not on_cpu and not any(values[name].value for name in PARADIGMS):
         reason = f"{machine.device_count} of type {machine.device_type}"
         values["multi_gpu"] = Resolved(True, Origin(OptionSource.DETECTED, reason))
-
-
-def _chosen_devices(chosen: str | None, machine: Machine) -> int:
-    if not chosen or chosen == "all":
-        return machine.device_count
-    return len([entry for entry in chosen.split(",") if entry.strip()])

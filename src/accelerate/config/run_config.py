@@ -114,7 +114,22 @@ def encode(config: RunConfig) -> dict[str, str]:
     for option in options().values():
         if _reaches_worker(option, config):
             variables |= option.knob.encode(config[option.name])
-    return {**variables, **_visible_devices(config), **_cpu(config), **_deepspeed(config), **_sagemaker(config)}
+    visible, chosen = config.machine.visible_devices_variable, config["gpu_ids"]
+    if visible and chosen and chosen != "all":
+        variables[visible] = chosen
+    if config["cpu"]:
+        variables |= _CPU_THREADS
+    in_file = config.file.values if config.file is not None else {}
+    if config["use_deepspeed"]:
+        # What the file gave, DeepSpeed's own file must not give a second time.
+        known = [name for name, option in options().items() if option.section is DeepSpeedOptions]
+        fields = [name for name in (*known, "mixed_precision") if name in in_file]
+        variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
+    job = config.file.sagemaker if config.file is not None else None
+    if job is not None:
+        variables["ACCELERATE_USE_SAGEMAKER"] = "true"
+        variables["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = str(job["distributed_type"])
+    return variables
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
@@ -131,31 +146,3 @@ def _reaches_worker(option: LaunchOption, config: RunConfig) -> bool:
         return True
     on = option.section.switch is None or bool(config[option.section.switch])
     return on and (option.knob.only_if is None or option.knob.only_if(config))
-
-
-def _visible_devices(config: RunConfig) -> dict[str, str]:
-    variable, chosen = config.machine.visible_devices_variable, config["gpu_ids"]
-    return {variable: chosen} if variable and chosen and chosen != "all" else {}
-
-
-def _cpu(config: RunConfig) -> dict[str, str]:
-    return dict(_CPU_THREADS) if config["cpu"] else {}
-
-
-def _deepspeed(config: RunConfig) -> dict[str, str]:
-    """Name the options that the file gave: DeepSpeed's own file must not give them a second time."""
-    if not config["use_deepspeed"]:
-        return {}
-    given = [name for name, option in options().items() if option.section is DeepSpeedOptions]
-    fields = [name for name in (*given, "mixed_precision") if config.file is not None and name in config.file.values]
-    return {"ACCELERATE_CONFIG_DS_FIELDS": ",".join(fields)}
-
-
-def _sagemaker(config: RunConfig) -> dict[str, str]:
-    job = config.file.sagemaker if config.file is not None else None
-    if job is None:
-        return {}
-    return {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": str(job["distributed_type"]),
-    }
