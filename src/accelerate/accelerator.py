@@ -21,7 +21,7 @@ from accelerate._base.helpers import warn_once
 from accelerate.checkpointing import catalog, torch_files
 from accelerate.checkpointing.catalog import CheckpointInfo
 from accelerate.checkpointing.export import save_weights, weights_of
-from accelerate.checkpointing.state import LoadHook, SaveHook
+from accelerate.checkpointing.state import Checkpointer, LoadHook, SaveHook
 from accelerate.checkpointing.weight_folder import open_folder
 from accelerate.collectives import metrics, ops
 from accelerate.config.knob import KwargsHandler
@@ -160,20 +160,21 @@ class Accelerator(ProcessControl):
             parallelism_config=parallelism_config,
             global_batch_size=global_batch_size,
         )
-        self._run = start_run(options)
-        self.strategy = self._run.strategy
-        self.precision = self._run.precision
-        self.state = AcceleratorState()
-        self.gradient_state = self._run.clock
-        self.progress = Progress()
+        self._run = run = start_run(options)
+        self._objects = objects = PreparedObjects()
+        self.progress = progress = Progress()
         """How far the run has come: `epoch`, `step` (optimizer updates) and `samples`; saved with its checkpoints."""
+        self.state = AcceleratorState()
+        self.strategy, self.precision, self.gradient_state = run.strategy, run.precision, run.clock
         self.flag_tensor: torch.Tensor | None = None
-        self._objects = PreparedObjects()
-        self._preparer = Preparer(self._run, self._objects, self.progress, self.state)
-        self._stepper = GradientStepper(self._run, self._objects, self.progress)
-        self._checkpoints = RunCheckpoints(self._run, self._objects, self._stepper, self.progress)
-        self._run_progress = RunProgress(self._run, self._objects, self.progress, self._checkpoints)
-        self._trackers = RunTrackers(self._run, log_with)
+        self._preparer = Preparer(run, objects, progress, self.state)
+        self._stepper = GradientStepper(run, objects, progress)
+        checkpointer = Checkpointer(options.project_configuration)
+        self._checkpoints = RunCheckpoints(run, objects, self._stepper, progress, checkpointer)
+        self._run_progress = RunProgress(run, objects, progress, self._checkpoints)
+        self._trackers = RunTrackers(run)
+        if log_with is not None:
+            self._trackers.choose(log_with)
 
     # What the program asked for; it may change these.
     device_placement = View[bool]("_run.options", "Whether models, optimizer states and batches go to the device.")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.offload.memory import compute_module_sizes, convert_file_size_to_int
 from accelerate.offload.places import Place
 from accelerate.offload.tensors import as_class_names, is_splittable, parts_of

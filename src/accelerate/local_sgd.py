@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Self
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator

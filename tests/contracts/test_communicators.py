@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tests.support.processes import run_group
 
 from accelerate._base.errors import UsageError, WrongTypeError
-from accelerate.collectives import Communicator, SoloCommunicator, TorchDistCommunicator
+from accelerate.collectives.base import Communicator, SoloCommunicator
+from accelerate.collectives.torch_dist import TorchDistCommunicator
 
 DTYPES = [
     torch.bool,

@@ -18,7 +18,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from accelerate._base.errors import DistributedOperationException, WrongTypeError
 from accelerate._base.helpers import reset_warnings
-from accelerate.collectives import checked, communicator, ops
+from accelerate.collectives import checked, ops
+from accelerate.collectives.base import communicator
 from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mean
 from accelerate.runtime import current
 

@@ -23,7 +23,8 @@ from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, p
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
 from accelerate.checkpointing.run_parts import check_custom_count
 from accelerate.checkpointing.snapshot import Snapshot
-from accelerate.collectives import Communicator, TorchDistCommunicator, communicator
+from accelerate.collectives.base import Communicator, communicator
+from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.runtime.atomic import make_stage
@@ -110,6 +111,7 @@ class RankGroup:
         return [answer for leader, answer, _ in answers if leader == self.leader]
 
 
+@dataclass
 class Checkpointer:
     """Save and load the state of a run; at most one save runs in the background.
 
@@ -117,9 +119,8 @@ class Checkpointer:
         project: Says whether every machine keeps a copy on a disk of its own.
     """
 
-    def __init__(self, project: ProjectConfiguration) -> None:
-        self.project = project
-        self._pending: PendingSave | None = None
+    project: ProjectConfiguration
+    _pending: PendingSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"project": self.project, "_pending": None}  # a thread is a matter of its process
@@ -134,8 +135,8 @@ class Checkpointer:
         each_node = self.project.save_on_each_node
         if background and runtime.is_distributed:
             process_group = current.remember("checkpoint process group", _new_process_group)
-            return RankGroup(TorchDistCommunicator(process_group), runtime.topology, each_node, process_group)
-        return RankGroup(communicator(), runtime.topology, each_node)
+            return RankGroup(TorchDistCommunicator(process_group), runtime, each_node, process_group)
+        return RankGroup(communicator(), runtime, each_node)
 
     def save(
         self,

@@ -1,4 +1,4 @@
-"""How the processes of a run exchange tensors and objects: the interface, and a run with one process."""
+"""How the processes of a run exchange tensors and objects: the interface, its choice, and a run with one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from accelerate.runtime import current
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
@@ -79,3 +81,17 @@ class SoloCommunicator:
 
     def barrier(self) -> None:
         return None
+
+
+def communicator() -> Communicator:
+    """Return the communicator of the running program: one process talks to itself, several over their group."""
+    return current.remember("communicator", _choose)
+
+
+def _choose() -> Communicator:
+    runtime = current.runtime()
+    if not runtime.is_distributed:
+        return SoloCommunicator()
+    from accelerate.collectives.torch_dist import TorchDistCommunicator  # it takes its types from here
+
+    return TorchDistCommunicator(device=runtime.device)

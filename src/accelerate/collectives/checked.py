@@ -10,7 +10,7 @@ import torch
 
 from accelerate._base.errors import DistributedOperationException
 from accelerate._base.helpers import user_line
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.collectives.nested import leaves
 from accelerate.runtime import current
 

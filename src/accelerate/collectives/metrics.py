@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelerate._base.errors import WrongTypeError
 from accelerate._base.helpers import user_stacklevel, warn_once
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.collectives.checked import verify
 from accelerate.collectives.nested import (
     children,

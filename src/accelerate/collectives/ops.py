@@ -17,8 +17,7 @@ from torch import Tensor
 from accelerate._base.errors import ConfigurationError, DistributedOperationException, UsageError, WrongTypeError
 from accelerate._base.helpers import user_stacklevel, warn_once
 from accelerate._base.imports import require
-from accelerate.collectives import communicator
-from accelerate.collectives.base import ReduceOp
+from accelerate.collectives.base import ReduceOp, communicator
 from accelerate.collectives.checked import verify
 from accelerate.collectives.nested import TensorInformation, leaves, recursively_apply, send_to_device
 from accelerate.collectives.packing import gather_all

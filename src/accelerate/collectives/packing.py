@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 
 # Every dtype can be viewed at a multiple of its largest element, complex128.
 _ALIGNMENT = 16

@@ -10,7 +10,7 @@ import torch
 
 from accelerate._base.enums import RNGType
 from accelerate._base.errors import ConfigurationError
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.devices import registry
 from accelerate.runtime import current
 

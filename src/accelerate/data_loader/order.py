@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 from accelerate._base.enums import RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.data_loader.adapter import DataLoaderAdapter, as_stateful, stateful_class
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.global_batches import (

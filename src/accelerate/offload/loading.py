@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
 from accelerate.offload.safetensors_format import dtype_name, make_header, read_header, tensor_bytes
 from accelerate.offload.store import (

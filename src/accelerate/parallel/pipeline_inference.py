@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from accelerate._base.errors import AccelerateError, ConfigurationError
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.collectives.nested import ignorant_find_batch_size, pad_input_tensors, send_to_device
 from accelerate.parallel.pipeline_tracing import ChunkSpec, StageModule, TensorSpec, TracedStages, flatten, trace
 from accelerate.runtime import current

@@ -33,10 +33,6 @@ class Precision:
         """Make every forward pass of `model` run in the context; returns the same model."""
         return model
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of `loss`."""
-        loss.backward(**kwargs)
-
 
 class AutocastForward:
     """A model's forward inside autocast, with outputs in float32.
@@ -112,12 +108,6 @@ class MixedPrecision(Precision):
         model.__dict__["_original_forward"] = original
         model.__dict__["forward"] = AutocastForward(original, self.device_type, self.dtype, self._options(None))
         return model
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of `loss`, scaled up in float16 so that small ones do not vanish."""
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
 
 
 FORMATS: dict[str, Callable[[DeviceBackend, AutocastKwargs | None, GradScalerKwargs | None], Precision]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,8 +35,8 @@ class Topology:
             )
 
 
-@dataclass(frozen=True)
-class Runtime:
+@dataclass(frozen=True, kw_only=True)
+class Runtime(Topology):
     """What a process knows of itself once it has started; it never changes.
 
     Args:
@@ -45,29 +45,13 @@ class Runtime:
         reason: Why this device was chosen.
     """
 
-    topology: Topology
     device: torch.device
     backend: DeviceBackend
     group_backend: str | None
     checked: bool
     reason: str
+    is_distributed: bool = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        """Return the global rank."""
-        return self.topology.rank
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of processes of the run."""
-        return self.topology.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Return the rank on this machine."""
-        return self.topology.local_rank
-
-    @property
-    def is_distributed(self) -> bool:
-        """Return whether there is more than one process."""
-        return self.topology.world_size > 1
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "is_distributed", self.world_size > 1)

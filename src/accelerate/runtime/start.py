@@ -41,7 +41,14 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) 
     backend.set_device(device)
     if group_backend is not None and device.type == registry.get("cpu").type:
         _share_cores(topology)
-    started = Runtime(topology, device, backend, group_backend, env.flag("ACCELERATE_DEBUG_MODE"), choice.reason)
+    started = Runtime(
+        **vars(topology),
+        device=device,
+        backend=backend,
+        group_backend=group_backend,
+        checked=env.flag("ACCELERATE_DEBUG_MODE"),
+        reason=choice.reason,
+    )
     current.install(
         started,
         **group,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from accelerate.checkpointing.manifest import Facts, Manifest
 from accelerate.checkpointing.parts import Part, Prepared, load_options
 from accelerate.checkpointing.run_parts import CustomPart, ProgressPart, RandomPart, WindowPart
 from accelerate.checkpointing.state import Checkpointer, LoadHook, RunState, SaveHook
+from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.runtime.gradient_clock import Progress
 from accelerate.session.prepared import PreparedObjects
 from accelerate.session.setup import Run
@@ -27,18 +29,22 @@ _LOG = logging.getLogger(__name__)
 _LATEST = "latest"
 
 
+@dataclass
 class RunCheckpoints:
     """Save and load the state of a run."""
 
-    def __init__(self, run: Run, objects: PreparedObjects, stepper: GradientStepper, progress: Progress) -> None:
-        self.run = run
-        self.objects = objects
-        self.stepper = stepper
-        self.progress = progress
-        self.project = run.options.project_configuration
-        self.checkpointer = Checkpointer(self.project)
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+    run: Run
+    objects: PreparedObjects
+    stepper: GradientStepper
+    progress: Progress
+    checkpointer: Checkpointer
+    save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, LoadHook] = field(default_factory=OrderedDict)
+
+    @property
+    def project(self) -> ProjectConfiguration:
+        """Return the folder of the run and the naming of its checkpoints."""
+        return self.run.options.project_configuration
 
     def save(self, output_dir: str | PathLike[str] | None, *, safe_serialization: bool, blocking: bool) -> Path:
         """Save the state of the run, and return its folder."""

@@ -196,8 +196,8 @@ class Preparer:
                 f"This {type(model).__name__} was already prepared: wrapping it again would average its gradients twice. "
                 "Use the object that prepare() returned."
             )
-        bypass = env.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") == "true"
-        if self.run.runtime.is_distributed and has_device_map(model) and not bypass:
+        is_split = self.run.runtime.is_distributed and has_device_map(model)
+        if is_split and env.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") != "true":
             raise ConfigurationError(
                 f"This {type(model).__name__} is spread over several devices by its `hf_device_map`, which cannot be "
                 "replicated over processes. Load it on one device, or run a single process."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -15,16 +16,16 @@ from accelerate.session.setup import Run
 from accelerate.watch.preemption import Preemption
 
 
+@dataclass
 class RunProgress:
     """Count, stop and resume, the same on all processes."""
 
-    def __init__(self, run: Run, objects: PreparedObjects, progress: Progress, checkpoints: RunCheckpoints) -> None:
-        self.run = run
-        self.objects = objects
-        self.progress = progress
-        self.checkpoints = checkpoints
-        self.preemption: Preemption | None = None
-        self._reads = 0
+    run: Run
+    objects: PreparedObjects
+    progress: Progress
+    checkpoints: RunCheckpoints
+    preemption: Preemption | None = None
+    _reads: int = 0
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the epochs that are left of `total`; a run that was started to go on loads its checkpoint first."""

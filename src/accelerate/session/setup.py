@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice, warn_once
-from accelerate.collectives import communicator
-from accelerate.collectives.base import Communicator
+from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
 from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs

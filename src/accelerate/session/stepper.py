@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate._base.helpers import warn_once
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import Progress

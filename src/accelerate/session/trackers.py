@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
@@ -12,17 +13,20 @@ if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by th
     from accelerate.tracking.registry import Chosen
 
 
+@dataclass
 class RunTrackers:
     """Record a run with the trackers that `log_with` names; only the main process does."""
 
-    def __init__(self, run: Run, log_with: Any) -> None:
-        self.run = run
-        self.open: list[GeneralTracker] = []
-        self.has_ended = False
-        if log_with is not None:
-            from accelerate.tracking import filter_trackers
+    run: Run
+    open: list[GeneralTracker] = field(default_factory=list)
+    has_ended: bool = False
 
-            run.options.log_with = filter_trackers(log_with, run.options.project_configuration.logging_dir)
+    def choose(self, log_with: Any) -> None:
+        """Use the trackers that `log_with` names, as far as they can be used here."""
+        from accelerate.tracking import filter_trackers
+
+        options = self.run.options
+        options.log_with = filter_trackers(log_with, options.project_configuration.logging_dir)
 
     def start(
         self, project_name: str, config: dict[str, Any] | None, init_kwargs: dict[str, dict[str, Any]] | None

@@ -200,8 +200,9 @@ class Strategy:
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of `loss`."""
-        self.precision.backward(loss, **kwargs)
+        """Compute gradients of `loss`, scaled up in float16 so that small ones do not vanish."""
+        scaler = self.precision.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward(**kwargs)
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
         """Multiply the gradients that are there by `factor`."""

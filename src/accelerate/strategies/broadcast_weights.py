@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import CheckpointError, ConfigurationError
-from accelerate.collectives import Communicator, communicator
+from accelerate.collectives.base import Communicator, communicator
 from accelerate.parallel.mesh import averaging_group, axis_group
 from accelerate.parallel.unwrap import plain_name
 from accelerate.runtime.memory import trim_host_memory

@@ -29,7 +29,7 @@ from accelerate.checkpointing.parts import (
     read_torch,
     read_weights,
 )
-from accelerate.collectives import communicator
+from accelerate.collectives.base import communicator
 from accelerate.parallel.compile import CHECKPOINT_WRAPPER
 from accelerate.parallel.unwrap import plain_name, plain_optimizer
 from accelerate.runtime import current

@@ -17,7 +17,7 @@ from accelerate.checkpointing.manifest import Facts
 from accelerate.checkpointing.parts import LoadOptions
 from accelerate.checkpointing.snapshot import Snapshot
 from accelerate.checkpointing.state import PendingSave, RankGroup, StagedSave
-from accelerate.collectives import SoloCommunicator
+from accelerate.collectives.base import SoloCommunicator
 from accelerate.runtime.atomic import make_stage
 from accelerate.runtime.runtime import Topology
 

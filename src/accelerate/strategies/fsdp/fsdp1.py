@@ -59,7 +59,7 @@ class FSDP1Strategy(FSDPStrategy):
             )
         if not self._is_hybrid:
             return init_device_mesh(device, (world,))
-        shards = self.runtime.topology.local_world_size
+        shards = self.runtime.local_world_size
         if layout is not None and layout.dp_shard_size and layout.dp_shard_size > 1:
             shards = layout.dp_shard_size
         axes = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
