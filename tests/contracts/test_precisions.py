@@ -17,7 +17,13 @@ from accelerate.devices.base import DeviceBackend
 from accelerate.precision import formats as precisions
 from accelerate.precision.formats import Precision
 from accelerate.runtime import current
-from accelerate.utils import AutocastKwargs, GradScalerKwargs
+from accelerate.strategies.base import Strategy, StrategyContext
+from accelerate.utils import AutocastKwargs, GradScalerKwargs, TorchDynamoPlugin
+
+
+def backward(precision: Precision, loss: torch.Tensor) -> None:
+    """Run the backward pass as the strategy of one device does."""
+    Strategy(StrategyContext(current.runtime(), precision, TorchDynamoPlugin())).backward(loss)
 
 
 @pytest.mark.parametrize("name", precisions.FORMATS)
@@ -40,7 +46,7 @@ class TestNumberFormats:
 
     def test_gradients_are_those_of_the_loss_once_unscaled(self, name: str) -> None:
         precision, line = self.make(name), torch.nn.Linear(1, 1)
-        precision.backward(line(torch.ones(1, 1)).sum())
+        backward(precision, line(torch.ones(1, 1)).sum())
         scale = precision.scaler.get_scale() if precision.scaler is not None else 1.0
         assert line.weight.grad is not None
         assert line.weight.grad.item() / scale == 1.0
@@ -56,7 +62,7 @@ class TestNumberFormats:
         losses = []
         for _ in range(8):
             loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            precision.backward(loss)
+            backward(precision, loss)
             if precision.scaler is None:
                 optimizer.step()
             else:
