@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from accelerate._base.constants import RNG_STATE_NAME
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.checkpointing.manifest import MANIFEST, Facts, Manifest, finish_publish, is_own_file, is_pending
+from accelerate.checkpointing.manifest import MANIFEST, Manifest, finish_publish, is_own_file, is_pending
 from accelerate.runtime import atomic
 
 CHECKPOINTS = "checkpoints"
@@ -47,17 +47,19 @@ class CheckpointInfo:
     problem: str | None = None
 
 
-def catalog(folder: Path | str, *, checksums: bool = False) -> list[CheckpointInfo]:
+def catalog(folder: Path | str) -> list[CheckpointInfo]:
     """Return the checkpoints in a folder, the newest last.
 
     Args:
         folder: A folder of checkpoints, or the folder of a project.
-        checksums: Read every byte and compare checksums.
     """
+    inside = Path(folder) / CHECKPOINTS
+    parent = inside if inside.is_dir() else Path(folder)
     found = []
-    for entry in _checkpoint_folders(Path(folder)):
-        with suppress(FileNotFoundError):  # another process is removing it
-            found.append(inspect(entry, checksums))
+    for entry in parent.iterdir() if parent.is_dir() else ():
+        if entry.is_dir() and not entry.name.startswith(atomic.HIDDEN) and is_checkpoint(entry):
+            with suppress(FileNotFoundError):  # another process is removing it
+                found.append(inspect(entry))
     by_number = all(number_of(info.path) is not None for info in found)
     return sorted(found, key=lambda info: (number_of(info.path) or 0) if by_number else info.created)
 
@@ -113,16 +115,6 @@ def prune(folder: Path | str, keep: int, *, spare: Path | None = None) -> list[P
     return removed
 
 
-def _checkpoint_folders(folder: Path) -> Iterator[Path]:
-    inside = folder / CHECKPOINTS
-    folder = inside if inside.is_dir() else folder
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.name.startswith(atomic.HIDDEN) and is_checkpoint(entry):
-            yield entry
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder was written by `save_state`, here or by the library that this one follows."""
     if is_pending(folder) or (folder / MANIFEST).is_file():
@@ -133,7 +125,6 @@ def is_checkpoint(folder: Path) -> bool:
 def inspect(folder: Path, checksums: bool = False) -> CheckpointInfo:
     """Return what is known of a checkpoint; one that a killed save left half in place is put in place first."""
     finish_publish(folder)
-    problem: str | None = None
     manifest: Manifest | None = None
     try:
         manifest = Manifest.read(folder)
@@ -143,19 +134,21 @@ def inspect(folder: Path, checksums: bool = False) -> CheckpointInfo:
             problem = _problem_without_manifest(folder)
     except CheckpointError as error:
         problem = str(error)
-    facts = manifest.facts if manifest is not None else Facts()
     is_valid = problem is None
-    if manifest is None and is_valid:
-        problem = "no manifest"
+    size = 0
+    if manifest is None:
+        problem = problem or "no manifest"
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    known = manifest or Manifest((), world_size=0, created=folder.stat().st_mtime, versions={})
     return CheckpointInfo(
         path=folder,
         name=folder.name,
-        step=facts.step,
-        epoch=facts.epoch,
-        samples=facts.samples,
-        created=manifest.created if manifest is not None else folder.stat().st_mtime,
-        size=manifest.size if manifest is not None else sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
-        world_size=manifest.world_size if manifest is not None else 0,
+        step=known.facts.step,
+        epoch=known.facts.epoch,
+        samples=known.facts.samples,
+        created=known.created,
+        size=size or known.size,
+        world_size=known.world_size,
         is_valid=is_valid,
         problem=problem,
     )
@@ -194,23 +187,15 @@ def number_of(folder: Path) -> int | None:
 def _problem_without_manifest(folder: Path) -> str | None:
     """Return what is wrong with a checkpoint that another library wrote: each file must open."""
     files = [file for file in folder.iterdir() if file.is_file() and is_own_file(file.name)]
-    if not files:
-        return "it holds no file of a checkpoint"
     for file in files:
-        reason = _why_unreadable(file)
-        if reason is not None:
-            return f"{file.name}: {reason}"
-    return None
-
-
-def _why_unreadable(file: Path) -> str | None:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="numpy"):
-                return None
-        if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-            return None
-        return None if zipfile.is_zipfile(file) else "it is not a whole torch file"
-    except (OSError, ValueError, SafetensorError) as error:
-        return f"it cannot be opened ({error})"
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="numpy"):
+                    pass  # its header is checked
+            elif file.suffix == ".json":
+                json.loads(file.read_text(encoding="utf-8"))
+            elif not zipfile.is_zipfile(file):
+                return f"{file.name}: it is not a whole torch file"
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{file.name}: it cannot be opened ({error})"
+    return None if files else "it holds no file of a checkpoint"
