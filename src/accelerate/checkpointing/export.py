@@ -16,8 +16,7 @@ from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFol
 from accelerate.hooks.offloaded import offloaded_weights
 from accelerate.offload.loading import COMPILED
 from accelerate.offload.memory import convert_file_size_to_int
-from accelerate.offload.safetensors_format import shared_names, warn_of_dropped_names
-from accelerate.offload.tensors import identity_in_memory
+from accelerate.offload.safetensors_format import identity_in_memory, shared_names, warn_of_dropped_names
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
 from accelerate.checkpointing.torch_files import load_in_threads
-from accelerate.offload.safetensors_format import drop_shared_names
-from accelerate.offload.tensors import identity_in_memory
+from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
 

@@ -20,7 +20,7 @@ import torch
 from accelerate._base import pages
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.parts import Part
-from accelerate.offload.tensors import identity_in_memory
+from accelerate.offload.safetensors_format import identity_in_memory
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.runtime import current
 from accelerate.runtime.torch_private import eager_only, register_first_step_hook

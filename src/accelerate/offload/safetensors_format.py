@@ -215,6 +215,16 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def identity_in_memory(tensor: torch.Tensor) -> Hashable | None:
+    """Return what two names of one tensor have in common, None for a tensor without data.
+
+    Different parts of one memory are different tensors.
+    """
+    if tensor.is_meta or tensor.numel() == 0:
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def shared_names(identities: Mapping[str, Hashable | None]) -> dict[str, str]:
     """Return the further names of tensors that have several, each with the first name of its tensor.
 
@@ -238,8 +248,6 @@ def drop_shared_names(state_dict: dict[str, Any]) -> list[str]:
     Different parts of one memory are different tensors: they are copied.
     """
     import torch
-
-    from accelerate.offload.tensors import identity_in_memory
 
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
     dropped = shared_names({name: identity_in_memory(tensor) for name, tensor in tensors.items()})

@@ -15,9 +15,9 @@ from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.base import Communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup, prefixes
-from accelerate.offload.safetensors_format import tensor_bytes
+from accelerate.offload.safetensors_format import identity_in_memory, tensor_bytes
 from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
-from accelerate.offload.tensors import identity_in_memory, resolve_dtype
+from accelerate.offload.tensors import resolve_dtype
 from accelerate.offload.weight_files import INDEX_SUFFIX, index_shards
 from accelerate.runtime.atomic import atomic_file
 

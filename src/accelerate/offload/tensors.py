@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -182,16 +182,6 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
         tensor = tensor.to_local()
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
-def identity_in_memory(tensor: torch.Tensor) -> Hashable | None:
-    """Return what two names of one tensor have in common, None for a tensor without data.
-
-    Different parts of one memory are different tensors.
-    """
-    if tensor.device == META or tensor.numel() == 0:
-        return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def address_of(tensor: object) -> int | None:
