@@ -15,7 +15,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
-from accelerate.data_loader.order import EpochOrder, EpochSeed
+from accelerate.data_loader.order import EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
 from accelerate.data_loader.progress import EpochProgress, Position, ResumePoint
 from accelerate.data_loader.samplers import get_sampler, nested_samplers, set_sampler
@@ -329,9 +329,7 @@ class DataLoaderAdapter:
             return self._resume
         if self.epoch_progress is None:
             return ResumePoint(self.iteration, is_reached_by_torchdata=True)
-        orders = (getattr(part, "order", None) for part in nested_samplers(self.base_dataloader))
-        recorded = next((order.recorded for order in orders if isinstance(order, EpochOrder)), None)
-        return self.epoch_progress.resume_point(self.position, workers=self._num_readers, order=recorded)
+        return self.epoch_progress.resume_point(self.position, workers=self._num_readers)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume where `state_dict` was taken; the next iteration gives the next batch.
@@ -371,10 +369,12 @@ class DataLoaderAdapter:
                 f"{readers}. An iterable dataset divides its samples among its workers, so some of them may repeat or be "
                 f"missed until the epoch ends. Go on with num_workers={point.workers} to see each once."
             )
+        if not (self.split_elsewhere and point.unit):
+            return
         total = None
         with suppress(AttributeError, TypeError):
             total = self.total_batch_size
-        if self.split_elsewhere and point.unit and total is not None and point.unit != total:
+        if total is not None and point.unit != total:
             warn_once(
                 f"This loader stopped inside an epoch after steps of {point.unit} samples and goes on with steps of "
                 f"{total}, and its data was divided among the processes before it came to prepare. Which "

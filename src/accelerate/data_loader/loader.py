@@ -145,7 +145,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         plan, reader, dropped = source.open_pass(base, point, dataset_is_placed=is_placed)
         dropped += self.skip_batches
         skipped = self.skip_batches + skipped_by_samplers(base) + point.batches
-        progress = EpochProgress(plan, skipped, point.batches)
+        progress = EpochProgress(plan, skipped, point.batches, source.order)
         self._start_progress(progress, point)
         self._forward_epoch()
         self.begin()

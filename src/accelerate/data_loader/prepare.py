@@ -139,7 +139,10 @@ def prepare_data_loader(
         return _shard_loader(copy_loader(dataloader), options, split_elsewhere=count)
     if dispatches:
         return _dispatcher(dataloader, options, slice_fn_for_dispatch, torch_device_mesh)
-    return _shard_iterable(dataloader, options) if is_iterable else _shard_map(dataloader, options)
+    if is_iterable:
+        return _shard_iterable(dataloader, options)
+    changes, seeds = _sharded_samplers(dataloader, options)
+    return _shard_loader(copy_loader(dataloader, **changes), options, seeds)
 
 
 @dataclass(frozen=True)
@@ -270,11 +273,6 @@ def _shard_loader(
     loader.split_elsewhere = split_elsewhere
     loader.seed_with(seeds or [], reshuffles_after_break=options.base_seed is None)
     return loader
-
-
-def _shard_map(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
-    changes, seeds = _sharded_samplers(loader, options)
-    return _shard_loader(copy_loader(loader, **changes), options, seeds)
 
 
 def _sharded_samplers(loader: Any, options: _LoaderOptions) -> tuple[dict[str, Any], list[EpochSeed]]:

@@ -95,6 +95,7 @@ class EpochProgress:
         plan: The arithmetic of the pass.
         skipped: Batches of this process that the pass leaves out.
         resumed_batches: How many of them torchdata's loader passes over by itself.
+        order: What gives the epoch its order, where that may be recorded.
     """
 
     taken: int = 0
@@ -108,8 +109,11 @@ class EpochProgress:
     dataset_state: Any = None
     """The state of a dataset that saves its own, behind the batch at hand."""
 
-    def __init__(self, plan: EpochPlan, skipped: int = 0, resumed_batches: int = 0) -> None:
+    def __init__(
+        self, plan: EpochPlan, skipped: int = 0, resumed_batches: int = 0, order: EpochOrder | None = None
+    ) -> None:
         self._plan = plan
+        self._order = order
         self.observed = Observations()
         self.skipped = skipped
         self.resumed_batches = resumed_batches
@@ -193,12 +197,11 @@ class EpochProgress:
         if self._streams:
             self._streams[size.worker] += size.samples
 
-    def resume_point(self, position: Position, *, workers: int, order: Any) -> ResumePoint:
+    def resume_point(self, position: Position, *, workers: int) -> ResumePoint:
         """Return what a later pass needs to go on behind the batch at hand.
 
         Args:
             workers: Processes that read an iterable dataset, 0 for indexed data.
-            order: The epoch's order, if it was recorded.
         """
         point = ResumePoint(
             position.epoch, position.samples, self._plan.unit, is_reached_by_torchdata=self.torchdata_counts
@@ -212,7 +215,7 @@ class EpochProgress:
             streams=tuple(self._streams),
             rounds=None if self._rounds is None else self._rounds + self.taken,
             dataset=self.dataset_state if self.plan.ends_reading(self._number) else None,
-            order=order,
+            order=None if self._order is None else self._order.recorded,
         )
 
 

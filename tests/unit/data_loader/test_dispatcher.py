@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerate.data_loader.channel import BatchUnpacker, PackedBatch
-from accelerate.data_loader.rows import CannotJoinError, StepAssembler, count_rows, cut_rows, join_rows
+from accelerate.data_loader.dispatcher import CannotJoinError, StepAssembler, count_rows, cut_rows, join_rows
 
 
 class Pair(NamedTuple):

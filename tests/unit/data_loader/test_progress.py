@@ -419,6 +419,6 @@ def test_streams_are_counted_each() -> None:
     progress.pass_over(GroupNote(4, 0))
     for note in (GroupNote(4, 1), GroupNote(3, 0)):
         progress.hand_out(note)
-    point = progress.resume_point(Position(2, progress.consumed), workers=2, order=None)
+    point = progress.resume_point(Position(2, progress.consumed), workers=2)
     assert point == ResumePoint(2, 11, 4, 2, (7, 4), rounds=3, batches=2, is_reached_by_torchdata=True)
     assert ResumePoint.from_state_dict(point.state_dict()).streams == (7, 4)
