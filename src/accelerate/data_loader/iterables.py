@@ -127,7 +127,7 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
             samples=0 if dataset_is_placed else start, unit=point.unit, streams=point.streams if start else ()
         )
         if point.start and loader.persistent_workers:
-            loader = copy_loader(loader)  # workers that run already would not hear of the start
+            loader = copy_loader(loader)  # workers that run already have a copy of the dataset
         streams: tuple[int, ...] = ()
         before = start or (point.samples if point.is_reached_by_torchdata else 0)
         if workers > 1:

@@ -75,7 +75,7 @@ class PlainSource(DataSource):
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader whose batches belong to this process and are put on its device.
 
-    `end_of_dataloader` is true while the last batch is processed; where the number of batches is not known beforehand,
+    `end_of_dataloader` is true while the last batch is processed; where the number of batches is not known in advance,
     one is read ahead for that.
 
     Args:

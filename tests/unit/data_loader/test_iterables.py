@@ -126,7 +126,7 @@ def read_by(loader: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("plan", [[(2, 4), (1, 6), (3, None)], [(1, 3), (1, 3), (1, None)]], ids=str)
-@pytest.mark.parametrize("size", [None, 6], ids=["batches", "windows"])
+@pytest.mark.parametrize("size", [None, 6], ids=["batches", "global batches"])
 def test_a_dataset_that_saves_its_place_reads_nothing_twice(
     plan: list[tuple[int, int | None]], size: int | None
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_dataset_that_saves_its_place_reads_nothing_twice(
     assert all(read_by(loader) == list(range(begin, SAMPLES)) for loader in loaders)
 
 
-def test_a_place_inside_a_window_is_counted() -> None:
+def test_a_place_inside_a_global_batch_is_counted() -> None:
     seen, _ = legs(Placed, [(1, 1), (2, None)], global_batch_size=6)
     assert sorted(seen) == list(range(SAMPLES))
 
@@ -159,7 +159,7 @@ def test_torchdatas_loader_resumes_again_and_again(
 
 
 @with_torchdata
-@pytest.mark.parametrize("size", [None, 6], ids=["batches", "windows"])
+@pytest.mark.parametrize("size", [None, 6], ids=["batches", "global batches"])
 def test_torchdatas_loader_of_indexed_data_resumes_on_other_numbers(size: int | None) -> None:
     options = {"use_stateful_dataloader": True, "global_batch_size": size, "data_seed": 3}
     seen, _ = legs(lambda: range(SAMPLES), [(2, 2), (2, 3), (3, 2), (1, None)], **options)

@@ -47,7 +47,7 @@ def test_shares_agree_with_batches(samples: int, batch_size: int, count: int, ev
     start=st.integers(0, 45),
 )
 @settings(max_examples=500, deadline=None)
-def test_the_number_of_batches_is_known_beforehand(
+def test_the_number_of_batches_is_known_in_advance(
     samples: int, batch_size: int, count: int, split: bool, even: bool, drop_last: bool, start: int
 ) -> None:
     size = batch_size * count if split else batch_size

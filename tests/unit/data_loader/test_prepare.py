@@ -96,7 +96,7 @@ def test_a_prepared_loader_is_returned() -> None:
     assert prepare_data_loader(loader, num_processes=2, process_index=0) is loader
 
 
-def test_a_distributed_sampler_is_recognised(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_distributed_sampler_is_detected(caplog: pytest.LogCaptureFixture) -> None:
     seen = []
     with caplog.at_level(logging.INFO):
         for rank in range(2):
@@ -113,7 +113,7 @@ def test_a_distributed_sampler_is_recognised(caplog: pytest.LogCaptureFixture) -
     assert loader.total_batch_size == 8
 
 
-def test_hf_iterable_split_by_node_is_recognised() -> None:
+def test_hf_iterable_split_by_node_is_detected() -> None:
     datasets = pytest.importorskip("datasets")
     from datasets.distributed import split_dataset_by_node
 
@@ -142,8 +142,8 @@ def test_hf_iterable_is_shared_out(even: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("dataset", [range(11), Stream(11)])
-def test_windows_have_the_same_samples_on_any_number_of_processes(count: int, dataset: Any) -> None:
-    windows: list[list[int]] = []
+def test_global_batches_have_the_same_samples_on_any_number_of_processes(count: int, dataset: Any) -> None:
+    global_batches: list[list[int]] = []
     loaders = [
         prepare_data_loader(
             DataLoader(dataset, batch_size=2), num_processes=count, process_index=rank, global_batch_size=5
@@ -161,12 +161,12 @@ def test_windows_have_the_same_samples_on_any_number_of_processes(count: int, da
         if loaders[0].microbatch.closes_window:
             assert weight == pytest.approx(count)
             assert len(current) == loaders[0].microbatch.samples
-            windows.append(current)
+            global_batches.append(current)
             current, weight = [], 0.0
-    assert windows == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
+    assert global_batches == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10]]
 
 
-def test_an_iterable_has_windows_without_dispatching() -> None:
+def test_an_iterable_has_global_batches_without_dispatching() -> None:
     loader = prepare_data_loader(DataLoader(Stream(), batch_size=2), put_on_device=True, global_batch_size=4)
     assert type(loader) is DataLoaderShard
     assert prepare_data_loader(DataLoader(range(8))).microbatch is None

@@ -303,7 +303,7 @@ def test_batches_skipped_of_a_sampler_that_miscounts(says: int | None, workers: 
     drop_last=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
-def test_windows_of_a_sampler_that_miscounts(
+def test_global_batches_of_a_sampler_that_miscounts(
     gives: int, says: int | None, count: int, start: int, drop_last: bool
 ) -> None:
     def passed(sampler: Any) -> list[Any]:
@@ -378,7 +378,7 @@ def test_persistent_workers_hear_of_a_position_and_of_its_end() -> None:
     assert [batch.tolist() for batch in loader] == whole
 
 
-def test_skipping_micro_batches_keeps_their_windows() -> None:
+def test_skipping_micro_batches_keeps_their_global_batches() -> None:
     loader = prepare_data_loader(DataLoader(range(11), batch_size=2), global_batch_size=5)
     whole = [(batch.tolist(), loader.microbatch, loader.position.samples) for batch in loader]
     skipping = skip_first_batches(loader, 2)
