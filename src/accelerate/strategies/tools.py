@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from accelerate.offload.tensors import find_tied_parameters
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -115,13 +116,9 @@ class UnshardedParameters:
         if kept is not None:
             return kept
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        shapes: dict[str, tuple[int, ...]] = {}
-        aliases: dict[int, list[str]] = {}
-        for path, parameter in inner.named_parameters(remove_duplicate=False):
-            name = plain_name(path)
-            shapes[name] = tuple(parameter.shape)
-            aliases.setdefault(id(parameter), []).append(name)
-        return cls(shapes, [group for group in aliases.values() if len(group) > 1])
+        named = inner.named_parameters(remove_duplicate=False)
+        shapes = {plain_name(path): tuple(parameter.shape) for path, parameter in named}
+        return cls(shapes, [[plain_name(path) for path in group] for group in find_tied_parameters(inner)])
 
     def keep_on(self, model: nn.Module) -> None:
         """Keep this with a model that is flattened by now."""
