@@ -22,7 +22,7 @@ _WHOLE = frozenset({"replicate", "replicated"})
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Say whether a parameter of the model is spread over processes as a DTensor."""
+    """Return whether a parameter of the model is a DTensor, split over processes."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor

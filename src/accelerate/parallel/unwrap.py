@@ -91,7 +91,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
-    """Say whether a model, below what wraps it, has adapters of peft."""
+    """Return whether a model, below what wraps it, has adapters of peft."""
     if not is_peft_available():
         return False
     peft = require("peft", why="Recognising a model with adapters")

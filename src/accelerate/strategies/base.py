@@ -269,7 +269,7 @@ class Strategy:
     def replaced(
         self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]
     ) -> dict[torch.nn.Parameter, torch.nn.Parameter | None]:
-        """Return what stands in for the parameters that preparation took away; None for one trained elsewhere.
+        """Return the parameters in place of those that preparation replaced; None for one trained on another rank.
 
         torch keeps a parameter's identity in a move between most devices, but not to those whose tensors are of
         another kind (XLA, meta), nor when it is split over ranks.

@@ -98,7 +98,7 @@ class ParallelStrategy(Strategy):
         """Average gradients over the ranks that hold the same part of the model."""
         group = averaging_group(self.mesh)
         if group is not None and any(parameter.requires_grad for parameter in model.parameters()):
-            # On the model, so that both are let go together.
+            # On the model, so that both are freed together.
             model.__dict__[_AVERAGER] = GradientAverager(model, group)
         return model
 
@@ -128,7 +128,7 @@ class ParallelStrategy(Strategy):
     def replaced(
         self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]
     ) -> dict[torch.nn.Parameter, torch.nn.Parameter | None]:
-        """Return what stands in for split parameters; None for those of other stages."""
+        """Return the parameters in place of split ones; None for those of other stages."""
         if self.stages is None:
             return super().replaced(before, after)
         kept = {id(parameter) for parameter in after}

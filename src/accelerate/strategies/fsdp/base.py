@@ -41,7 +41,7 @@ class FSDPStrategy(Strategy):
         self.plugin = context.fsdp if context.fsdp is not None else FullyShardedDataParallelPlugin()
         dtype = _POLICY_DTYPES.get(self.precision.name)
         if dtype is not None:
-            # Weights travel in half precision; gradients are added up in single, as other engines do.
+            # Weights are gathered in half precision; gradients are reduced in single, as other engines do.
             self.plugin.set_mixed_precision({"param_dtype": dtype, "reduce_dtype": "fp32"})
 
     @classmethod
