@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from tests.support.processes import script_environment
+from tests.support.processes import run_warm_script, script_environment
 
+from accelerate.commands import launch as launch_program
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
 from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine
 from accelerate.launch.host import Host
+from accelerate.launch.plan import LaunchPlan
 
 PYTHON = "python3"
 
@@ -88,6 +93,29 @@ def launch(*arguments: str, env: Mapping[str, str] | None = None, cwd: Any = Non
         text=True,
         check=False,
     )
+
+
+def launch_warm(options: Sequence[str | Path], script: Path, arguments: Sequence[str] = ()) -> str:
+    """Plan a launch as `accelerate launch` does, and carry the plan out in processes forked from this one.
+
+    The options are parsed, resolved and planned by the launcher's own code, and the workers get the environment of its
+    plan. Only torch's agent is left out, and that each worker loads torch anew.
+
+    Returns:
+        What the workers wrote to stdout, in rank order.
+    """
+    outputs: list[str] = []
+
+    def run_forked(plan: LaunchPlan, **_: Any) -> int:
+        assert plan.elastic is not None
+        assert plan.elastic.num_nodes == 1
+        outputs.append(run_warm_script(script, plan.elastic.nproc_per_node, arguments, env=plan.environment))
+        return 0
+
+    words = [*map(str, options), str(script), *arguments]
+    with patch.dict(os.environ, launch_environment(), clear=True), patch("accelerate.launch.run", run_forked):
+        launch_program.launch_command(launch_program.launch_command_parser().parse_args(words))
+    return outputs[0]
 
 
 def launch_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
