@@ -15,7 +15,7 @@ from accelerate.config.run_config import RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _SHARDING_AXES = {MeshAxis.DP_SHARD, MeshAxis.SP}
 
 Rule = Callable[[RunConfig, Mapping[str, str]], None]
@@ -76,7 +76,7 @@ def _cluster_names_hosts(config: RunConfig, environ: Mapping[str, str]) -> bool:
     """Say whether a hostfile, Slurm or MPI names the machines, so that no address is needed."""
     slurm = config.machine.slurm
     hostfile = config["mpirun_hostfile"] or (config["use_deepspeed"] and config["deepspeed_hostfile"])
-    inside_mpi = any(environ.get(name) for name in _MPI_SIZES)
+    inside_mpi = any(environ.get(name) for name in MPI_WORLD_SIZES)
     return bool(hostfile) or (slurm is not None and slurm.num_nodes > 1) or inside_mpi
 
 

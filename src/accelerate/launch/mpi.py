@@ -15,7 +15,6 @@ from accelerate.launch.plan import FILES, Launcher, LaunchPlan, recorded_command
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
 
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 # Names the folder where workers of this machine leave the record of a failure.
@@ -56,7 +55,7 @@ _FAMILIES = (
 
 def _world_size(host: Host) -> int:
     """Return how many processes the mpirun around this one started, 1 without one."""
-    return next((size for size in map(host.integer, _SIZES) if size), 1)
+    return next((size for size in map(host.integer, conflicts.MPI_WORLD_SIZES) if size), 1)
 
 
 def _accepts(config: RunConfig, host: Host) -> Choice[bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate.commands.config.config_utils import ask_all
+from accelerate.commands.config.config_utils import ask_answers
 from accelerate.config import env
 from accelerate.config.cluster_config import ClusterConfig
 from accelerate.config.questions import Interview, cluster_config, cluster_questions
@@ -20,7 +20,4 @@ def get_cluster_input() -> ClusterConfig:
     Raises:
         UsageError: Input or output is no terminal.
     """
-    interview = cluster_interview()
-    while not ask_all(interview):  # there is nothing before the first question
-        continue
-    return cluster_config(interview.answers)
+    return cluster_config(ask_answers(cluster_interview()))

@@ -89,6 +89,13 @@ def ask_all(interview: Interview) -> bool:
     return True
 
 
+def ask_answers(interview: Interview) -> dict[str, Any]:
+    """Ask until all questions are answered and return the answers; before the first question there is nothing to go to."""
+    while not ask_all(interview):
+        continue
+    return interview.answers
+
+
 def _ask(question: Question, offered: Any, answers: dict[str, Any]) -> Any:
     """Ask one question and return the answer, or `BACK`."""
     if question.choices:

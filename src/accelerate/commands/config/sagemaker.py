@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate._base.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
 from accelerate._base.enums import ComputeEnvironment, SageMakerDistributedType
-from accelerate.commands.config.config_utils import ask_all
+from accelerate.commands.config.config_utils import ask_answers
 from accelerate.config import env
 from accelerate.config.cluster_config import SageMakerConfig
 from accelerate.config.questions import Interview, Question, by_section, option_question
@@ -90,7 +90,4 @@ def get_sagemaker_input() -> SageMakerConfig:
     Raises:
         UsageError: Input or output is no terminal.
     """
-    interview = sagemaker_interview()
-    while not ask_all(interview):  # there is nothing before the first question
-        continue
-    return sagemaker_config(interview.answers)
+    return sagemaker_config(ask_answers(sagemaker_interview()))
