@@ -123,16 +123,17 @@ def run_checks(checks: Sequence[Check], peers: PeerStore) -> int:
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text != _FINE]
         line = f"  {check.title:<{width}}{'FAILED' if problems else 'ok':<8}{time.perf_counter() - start:7.2f} s\n"
         details = "".join(f"      {part}\n" for problem in problems for part in problem.splitlines())
-        if (problems and peers.is_first(f"told/{number}")) or (not problems and peers.rank == 0):
-            _say(line + details)
+        if (problems and peers.is_first(f"reported/{number}")) or (not problems and peers.rank == 0):
+            _print(line + details)
         failed += bool(problems)
         if problems and (_FINE in outcomes or any(_HELD in text for text in outcomes)):
-            _tell_what_is_left(checks[number + 1 :], width, peers)
+            if peers.is_first("reported/rest"):
+                _print("".join(f"  {left.title:<{width}}not run\n" for left in checks[number + 1 :]))
             break
     if peers.rank == 0 and not failed:
-        _say(f"All {len(checks)} checks passed in {time.perf_counter() - begun:.1f} s.\n")
-    elif failed and peers.is_first("told/end"):
-        _say(f"{failed} of {len(checks)} checks failed.\n")
+        _print(f"All {len(checks)} checks passed in {time.perf_counter() - begun:.1f} s.\n")
+    elif failed and peers.is_first("reported/end"):
+        _print(f"{failed} of {len(checks)} checks failed.\n")
     return 1 if failed else 0
 
 
@@ -141,8 +142,8 @@ def _attempt(check: Check, peers: PeerStore) -> str:
         check.function(peers)
     except Exception as error:  # noqa: BLE001 - whatever a check raises is its result
         place = traceback.extract_tb(error.__traceback__)[-1]
-        told = " ".join(str(error).split())
-        return f"{type(error).__name__}: {told} (at {Path(place.filename).name}:{place.lineno})"
+        message = " ".join(str(error).split())
+        return f"{type(error).__name__}: {message} (at {Path(place.filename).name}:{place.lineno})"
     return _FINE
 
 
@@ -152,17 +153,12 @@ def _exchange(peers: PeerStore, key: str, own: str) -> list[str]:
     end = time.monotonic() + limit
     outcomes = []
     for rank in range(peers.world_size):
-        told = peers.read(f"{key}/{rank}", end - time.monotonic())
-        outcomes.append(told or f"{_HELD} {limit:.0f} s later, probably held in a collective")
+        outcome = peers.read(f"{key}/{rank}", end - time.monotonic())
+        outcomes.append(outcome or f"{_HELD} {limit:.0f} s later, probably held in a collective")
     return outcomes
 
 
-def _tell_what_is_left(checks: Sequence[Check], width: int, peers: PeerStore) -> None:
-    if peers.is_first("told/rest"):
-        _say("".join(f"  {check.title:<{width}}not run\n" for check in checks))
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     # One write, so that lines of several processes do not mix.
     sys.stdout.write(text)
     sys.stdout.flush()
