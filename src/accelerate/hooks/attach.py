@@ -6,7 +6,6 @@ import functools
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,47 +38,90 @@ from accelerate.offload.tensors import (
 )
 
 
-@dataclass(frozen=True)
-class _HookSettings:
-    """What all hooks of one model have in common."""
+class _HookAttacher:
+    """Put hooks with common settings on the modules of one model."""
 
-    offload_buffers: bool = False
-    skip_keys: SkipKeys = None
-    preload: frozenset[str] = frozenset()
-    tied: TiedCache | None = None
-    weights_map: Mapping[str, torch.Tensor] | None = None
-    engine: ReadAhead | None = None
+    def __init__(
+        self,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        skip_keys: SkipKeys = None,
+        preload: Iterable[str] | None = None,
+        tied: TiedCache | None = None,
+        offload_memory: int | str | None = None,
+    ) -> None:
+        self.weights_map, self.offload_buffers, self.skip_keys = weights_map, offload_buffers, skip_keys
+        self.preload, self.tied = frozenset(preload or ()), tied
+        # Of another mapping nobody knows whether it reads a file, or gives another tensor the next time.
+        self.engine: ReadAhead | None = None
+        if isinstance(weights_map, OffloadedWeightsLoader):
+            self.engine = ReadAhead(weights_map, offload_memory)
+        self.seen: set[int] = set()
 
-    def hook(self, name: str, device: Place | None, **arguments: Any) -> AlignDevicesHook:
-        weights_map = self.weights_map
-        if weights_map is not None:
-            weights_map = PrefixedDataset(weights_map, f"{name}." if name else "")
+    def hook(self, device: Place | None, **arguments: Any) -> AlignDevicesHook:
         return AlignDevicesHook(
             execution_device=device,
-            weights_map=weights_map if arguments.get("offload") else None,
             offload_buffers=self.offload_buffers,
             skip_keys=self.skip_keys,
             tied_params_map=self.tied,
             **arguments,
         )
 
-    def is_preloaded(self, module: nn.Module) -> bool:
-        return type(module).__name__ in self.preload
+    def attach_execution(self, module: nn.Module, device: Place) -> bool:
+        """Bring inputs to a device in a sub-tree, from below, and return whether it has anything in its state dict."""
+        whole = type(module).__name__ in self.preload
+        below = [] if whole else [self.attach_execution(child, device) for child in module.children()]
+        state = named_module_tensors(module, recurse=whole, remove_non_persistent=True)
+        has_state = any(below) or next(state, None) is not None
+        runs = type(module).forward is not nn.Module.forward  # a list of modules is never called
+        if has_state and runs and not hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, self.hook(device))
+        return has_state
 
-    def read_ahead(self, module: nn.Module, name: str, hook: AlignDevicesHook) -> None:
-        """Let the weights of a module come before it runs."""
-        if self.engine is None or not hook.offload or hook.execution_device is None:
-            return
-        tensors = {key: tensor for key, tensor in hook.offloaded_tensors(module) if tensor.device == META}
-        device, prefix = as_device(hook.execution_device), f"{name}." if name else ""
-        onloader = WeightOnloader.create(self.engine, module, prefix, tensors, device)
-        if onloader is not None:
-            hook.use_onloader(onloader)
+    def attach_align(self, module: nn.Module, name: str, device: Place | None, offload: bool) -> None:
+        """Bring inputs and weights to a device in a sub-tree."""
+        if id(module) in self.seen:
+            return  # shared by two parents: one hook serves both
+        self.seen.add(id(module))
+        prefix = f"{name}." if name else ""
+        whole = offload and type(module).__name__ in self.preload
+        if whole or next(named_module_tensors(module), None) is not None:
+            weights = self.weights_map
+            if weights is not None:
+                weights = PrefixedDataset(weights, prefix) if offload else None
+            hook = self.hook(device, offload=offload, weights_map=weights, place_submodules=whole)
+            add_hook_to_module(module, hook, append=True)
+            if self.engine is not None and offload and device is not None:
+                tensors = {key: tensor for key, tensor in hook.offloaded_tensors(module) if tensor.device == META}
+                onloader = WeightOnloader.create(self.engine, module, prefix, tensors, as_device(device))
+                if onloader is not None:
+                    hook.use_onloader(onloader)
+        if not whole:
+            for key, child in module.named_children():
+                self.attach_align(child, prefix + key, device, offload)
 
-
-def _read_ahead(weights: Mapping[str, torch.Tensor] | None, offload_memory: int | str | None) -> ReadAhead | None:
-    # Of another mapping nobody knows whether it reads a file, or gives another tensor the next time.
-    return ReadAhead(weights, offload_memory) if isinstance(weights, OffloadedWeightsLoader) else None
+    def attach_blocks(
+        self, module: nn.Module, name: str, devices: Mapping[str, Place | None], offloaded: Mapping[str, bool]
+    ) -> None:
+        """Bring inputs and weights to the device of each block, and the output of the model to where its input was."""
+        root = name == ""
+        if name in devices and name in offloaded:
+            device = devices[name]
+            if offloaded[name]:
+                self.attach_align(module, name, device, True)
+                present = getattr(module, "_hf_hook", None)
+                if present is None:
+                    add_hook_to_module(module, self.hook(device, io_same_device=root))
+                elif root and isinstance(present, AlignDevicesHook):
+                    present.io_same_device = True
+            else:
+                add_hook_to_module(module, self.hook(device, io_same_device=root, place_submodules=True))
+            if device is not None:
+                self.attach_execution(module, device)
+        elif root:
+            add_hook_to_module(module, self.hook(devices.get(""), io_same_device=True))
+        for key, child in module.named_children():
+            self.attach_blocks(child, f"{name}.{key}" if name else key, devices, offloaded)
 
 
 def attach_execution_device_hook(
@@ -94,20 +136,8 @@ def attach_execution_device_hook(
     Args:
         preload_module_classes: Class names of modules below which no hook is needed.
     """
-    settings = _HookSettings(skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map)
-    _attach_execution(module, execution_device, settings)
-
-
-def _attach_execution(module: nn.Module, device: Place, settings: _HookSettings) -> bool:
-    """Put hooks on a sub-tree from below, and return whether it has anything in its state dict."""
-    whole = settings.is_preloaded(module)
-    below = [] if whole else [_attach_execution(child, device, settings) for child in module.children()]
-    state = named_module_tensors(module, recurse=whole, remove_non_persistent=True)
-    has_state = any(below) or next(state, None) is not None
-    runs = type(module).forward is not nn.Module.forward  # a list of modules is never called
-    if has_state and runs and not hasattr(module, "_hf_hook"):
-        add_hook_to_module(module, settings.hook("", device))
-    return has_state
+    attacher = _HookAttacher(skip_keys=skip_keys, preload=preload_module_classes, tied=tied_params_map)
+    attacher.attach_execution(module, execution_device)
 
 
 def attach_align_device_hook(
@@ -130,27 +160,10 @@ def attach_align_device_hook(
         preload_module_classes: Class names of modules whose whole sub-tree is loaded at once, because they use the
             weights of their children without calling them.
     """
-    preload = frozenset(preload_module_classes or ())
-    engine = _read_ahead(weights_map, offload_memory)
-    settings = _HookSettings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
-    _attach_align(module, module_name, execution_device, offload, settings, set())
-
-
-def _attach_align(
-    module: nn.Module, name: str, device: Place | None, offload: bool, settings: _HookSettings, seen: set[int]
-) -> None:
-    if id(module) in seen:
-        return  # shared by two parents: one hook serves both
-    seen.add(id(module))
-    whole = offload and settings.is_preloaded(module)
-    if whole or next(named_module_tensors(module), None) is not None:
-        hook = settings.hook(name, device, offload=offload, place_submodules=whole)
-        add_hook_to_module(module, hook, append=True)
-        settings.read_ahead(module, name, hook)
-    if whole:
-        return
-    for key, child in module.named_children():
-        _attach_align(child, f"{name}.{key}" if name else key, device, offload, settings, seen)
+    attacher = _HookAttacher(
+        weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map, offload_memory
+    )
+    attacher.attach_align(module, module_name, execution_device, offload)
 
 
 def attach_align_device_hook_on_blocks(
@@ -172,51 +185,18 @@ def attach_align_device_hook_on_blocks(
         offload: Whether each block is offloaded, by name, or one answer for all.
         offload_memory: What weights that are read ahead may take, if `weights_map` is an `OffloadedWeightsLoader`.
     """
-    preload = frozenset(preload_module_classes or ())
-    engine = _read_ahead(weights_map, offload_memory)
-    settings = _HookSettings(offload_buffers, skip_keys, preload, tied_params_map, weights_map, engine)
+    attacher = _HookAttacher(
+        weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map, offload_memory
+    )
     if isinstance(execution_device, Mapping):
-        devices: Mapping[str, Place | None] = execution_device
-        offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+        offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(execution_device, offload)
+        attacher.attach_blocks(module, module_name, execution_device, offloaded)
     elif isinstance(offload, Mapping):
-        devices, offloaded = dict.fromkeys(offload, execution_device), offload
+        attacher.attach_blocks(module, module_name, dict.fromkeys(offload, execution_device), offload)
+    elif offload:
+        attacher.attach_align(module, module_name, execution_device, True)
     else:
-        if offload:
-            _attach_align(module, module_name, execution_device, True, settings, set())
-            return
-        add_hook_to_module(
-            module, settings.hook(module_name, execution_device, io_same_device=True, place_submodules=True)
-        )
-        return
-    _attach_blocks(module, module_name, devices, offloaded, settings, set())
-
-
-def _attach_blocks(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Place | None],
-    offloaded: Mapping[str, bool],
-    settings: _HookSettings,
-    seen: set[int],
-) -> None:
-    root = name == ""
-    if name in devices and name in offloaded:
-        device = devices[name]
-        if offloaded[name]:
-            _attach_align(module, name, device, True, settings, seen)
-            present = getattr(module, "_hf_hook", None)
-            if present is None:
-                add_hook_to_module(module, settings.hook(name, device, io_same_device=root))
-            elif root and isinstance(present, AlignDevicesHook):
-                present.io_same_device = True
-        else:
-            add_hook_to_module(module, settings.hook(name, device, io_same_device=root, place_submodules=True))
-        if device is not None:
-            _attach_execution(module, device, replace(settings, weights_map=None))
-    elif root:
-        add_hook_to_module(module, settings.hook(name, devices.get(""), io_same_device=True))
-    for key, child in module.named_children():
-        _attach_blocks(child, f"{name}.{key}" if name else key, devices, offloaded, settings, seen)
+        add_hook_to_module(module, attacher.hook(execution_device, io_same_device=True, place_submodules=True))
 
 
 def first_accelerator(device_map: Mapping[str, Place]) -> Place:
