@@ -208,10 +208,10 @@ class _CheckpointLoader:
             )
         stored = file.like(source)
         if self.quantise and scales is None and stored.is_floating_point():
-            from accelerate.offload.quantised import offload_quantised
+            from accelerate.offload.quantised import quantize_and_offload_8bit
 
             value = file.read(source, as_device(HOST))
-            offload_quantised(self.model, name, value, dtype, self.folder, self.index)
+            quantize_and_offload_8bit(self.model, value, name, dtype, self.folder, self.index, None)
             return
         check_shape(name, held, tuple(stored.shape))
         wanted = stored.to(dtype) if dtype is not None and stored.is_floating_point() else stored

@@ -178,14 +178,6 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     return {key: convert_file_size_to_int(max_memory[key]) for key in order}
 
 
-def free_host_memory() -> int:
-    """Return the bytes of host memory that are free."""
-    import psutil
-
-    available: int = psutil.virtual_memory().available
-    return available
-
-
 def _indices(backend: DeviceBackend) -> list[int]:
     """Return the indices of the accelerators; none for a single device that torch gives no index."""
     if backend.type == HOST or backend.device(0).index is None:
@@ -194,7 +186,9 @@ def _indices(backend: DeviceBackend) -> list[int]:
 
 
 def _free_memory(backend: DeviceBackend) -> dict[int | str, int]:
-    host = free_host_memory()
+    import psutil
+
+    host: int = psutil.virtual_memory().available
     if backend.type == HOST:
         return {HOST: host}
     indices = _indices(backend)

@@ -109,33 +109,19 @@ def replace_with_bnb_layers(
 
 
 def _quantising_layer(package: Any, config: BnbQuantizationConfig, linear: nn.Linear) -> nn.Module:
+    sizes = (linear.in_features, linear.out_features, linear.bias is not None)
     # On the meta device: the layer would make weights of its own, only to lose them.
     with META:
         if config.load_in_8bit:
-            made = package.nn.Linear8bitLt(
-                linear.in_features,
-                linear.out_features,
-                bias=linear.bias is not None,
-                has_fp16_weights=False,
-                threshold=config.llm_int8_threshold,
-            )
+            made = package.nn.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=config.llm_int8_threshold)
             weight = package.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
         else:
-            made = package.nn.Linear4bit(
-                linear.in_features,
-                linear.out_features,
-                bias=linear.bias is not None,
-                compute_dtype=config.bnb_4bit_compute_dtype,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_type=config.bnb_4bit_quant_type,
-            )
-            weight = package.nn.Params4bit(
-                linear.weight.data,
-                requires_grad=False,
-                compress_statistics=config.bnb_4bit_use_double_quant,
-                quant_type=config.bnb_4bit_quant_type,
-                module=made,
-            )
+            packing = {
+                "compress_statistics": config.bnb_4bit_use_double_quant,
+                "quant_type": config.bnb_4bit_quant_type,
+            }
+            made = package.nn.Linear4bit(*sizes, compute_dtype=config.bnb_4bit_compute_dtype, **packing)
+            weight = package.nn.Params4bit(linear.weight.data, requires_grad=False, module=made, **packing)
     made.weight = weight
     made.bias = linear.bias
     made.train(linear.training)
@@ -150,13 +136,9 @@ def special_dtypes(model: nn.Module, config: BnbQuantizationConfig) -> dict[str,
         if type(parameter).__name__ in ("Int8Params", "Params4bit") or not parameter.is_floating_point():
             continue
         kept = is_named(name, config.keep_in_fp32_modules or ())
-        found[name] = torch.float32 if kept else _other_dtype(config)
+        assert isinstance(config.torch_dtype, torch.dtype)  # made one by the settings
+        found[name] = torch.float32 if kept else config.torch_dtype
     return found
-
-
-def _other_dtype(config: BnbQuantizationConfig) -> torch.dtype:
-    assert isinstance(config.torch_dtype, torch.dtype)  # made one by the settings
-    return config.torch_dtype
 
 
 def get_quantized_model_device_map(
@@ -185,24 +167,18 @@ def get_quantized_model_device_map(
     else:
         check_device_map(model, device_map)
         places = device_map
-    if bnb_quantization_config.load_in_4bit:
-        _refuse_offload(model, places)
-    return dict(places)
-
-
-def _refuse_offload(model: nn.Module, places: Mapping[str, Place]) -> None:
-    """Refuse to offload layers in 4 bits: their scales would not come along."""
     layers = [name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"]
     wrong = {
         name: place
         for name, place in _offloaded(places).items()
         if any(not name or f"{layer}.".startswith(f"{name}.") for layer in layers)
     }
-    if wrong:
+    if bnb_quantization_config.load_in_4bit and wrong:  # their scales would not come along
         raise ConfigurationError(
             f"The device map offloads {wrong!r}, which have layers in 4 bits: these run where they are stored, and "
             "cannot be fetched for each call. Put them on a device, or write load_in_8bit=True, which may be offloaded."
         )
+    return dict(places)
 
 
 def _offloaded(places: Mapping[str, Place]) -> dict[str, Place]:
@@ -221,18 +197,24 @@ def quantize_and_offload_8bit(
     offload_index: MutableMapping[str, Any],
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Write a weight to the disk in 8 bits with its scales, and leave it on the meta device.
+    """Write a weight to the disk, in 8 bits with its scales if its layer computes in 8 bits, and leave it on meta.
 
     Args:
         param: The weight: to be quantised, or quantised already if `fp16_statistics` are given.
         offload_index: Gets an entry for each file.
         fp16_statistics: The scales of a quantised weight.
     """
+    scales: Any = fp16_statistics
     if fp16_statistics is None:
-        offload_quantised(model, param_name, param, new_dtype, offload_folder, offload_index)
-        return
+        # The parameter class of the layer quantises when it moves to a device, so the weight visits one.
+        device = registry.default().value.device(0)
+        set_module_tensor_to_device(model, param_name, device, value=param, dtype=new_dtype)
+        owner, key = owner_of(model, param_name)
+        param = table_of(owner, key)[key].detach()
+        scales, new_dtype = getattr(table_of(owner, key)[key], "SCB", None), param.dtype
     offload_weight(param, param_name, offload_folder, offload_index)
-    offload_weight(fp16_statistics, scales_name(param_name), offload_folder, offload_index)
+    if isinstance(scales, torch.Tensor):
+        offload_weight(scales, scales_name(param_name), offload_folder, offload_index)
     set_module_tensor_to_device(model, param_name, META, dtype=new_dtype)
 
 
@@ -277,30 +259,6 @@ def place_packed(
     owner._parameters[key] = made.from_prequantized(
         data=value, quantized_stats=dict(statistics), requires_grad=False, device=device, module=owner
     )
-
-
-def offload_quantised(
-    model: nn.Module,
-    weight_name: str,
-    value: torch.Tensor,
-    dtype: torch.dtype | None,
-    offload_folder: FilePath,
-    index: MutableMapping[str, Any],
-) -> None:
-    """Write a weight to the disk in 8 bits if its layer computes in 8 bits, and as it is otherwise.
-
-    The parameter class of the layer quantises when it moves to a device, so the weight visits one.
-    """
-    owner, key = owner_of(model, weight_name)
-    set_module_tensor_to_device(model, weight_name, registry.default().value.device(0), value=value, dtype=dtype)
-    placed: torch.Tensor | None = table_of(owner, key)[key]
-    if placed is None:
-        return
-    scales = getattr(placed, "SCB", None)
-    offload_weight(placed.detach(), weight_name, offload_folder, index)
-    if isinstance(scales, torch.Tensor):
-        offload_weight(scales, scales_name(weight_name), offload_folder, index)
-    set_module_tensor_to_device(model, weight_name, META, dtype=placed.dtype)
 
 
 def is_torchao_config(config: object) -> bool:

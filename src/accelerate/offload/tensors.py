@@ -87,13 +87,14 @@ def parts_of(module: nn.Module | torch.Tensor, name: str = "", buffers: bool = T
         return []
     prefix = f"{name}." if name else ""
     found: list[Part] = [(prefix + key, held) for key, held in module._parameters.items() if held is not None]
-    children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
-    if len({id(child) for _, child in children}) < len(children):
-        first: dict[int, tuple[str, nn.Module]] = {}
-        for key, child in children:
-            first.setdefault(id(child), (key, child))
-        children = list(first.values())
-    found += children
+    if module._modules:
+        children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
+        if len({id(child) for _, child in children}) < len(children):
+            first: dict[int, tuple[str, nn.Module]] = {}
+            for key, child in children:
+                first.setdefault(id(child), (key, child))
+            children = list(first.values())
+        found += children
     if buffers and module._buffers:
         found += [(prefix + key, held) for key, held in module._buffers.items() if held is not None]
     return found
