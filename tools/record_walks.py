@@ -56,7 +56,13 @@ GUIDES = {
     "step": Guide("A step", "`accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 14),
     "save": Guide("Save", "`save_state(folder)`", 14, 45),
     "load": Guide("Load", "`load_state(folder)`", 14, 45),
-    "big": Guide("A big model", "`init_empty_weights`, `load_checkpoint_and_dispatch` to the disk, a forward", 14, 18),
+    "big": Guide(
+        "A big model",
+        "`init_empty_weights`, `load_checkpoint_and_dispatch` to the disk, a forward",
+        14,
+        16,
+        "five of its files are leaves that all share: environment, vendors, atomic files, nested data, private torch.",
+    ),
 }
 
 
