@@ -88,7 +88,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: FilePath
         return
     merged = read_offload_index(offload_folder) if has_offload_index(offload_folder) else {}
     merged.update(index)
-    with atomic_file(Path(offload_folder) / INDEX_NAME) as partial:
+    with atomic_file(Path(offload_folder) / INDEX_NAME, synced=False) as partial:
         partial.write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
 

@@ -37,15 +37,21 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
-    """Yield a path to write to, beside the target; the file takes the target's place, synced, when the block ends well."""
+def atomic_file(target: Path, *, synced: bool = True) -> Iterator[Path]:
+    """Yield a path to write to, beside the target; the file takes the target's place when the block ends well.
+
+    Args:
+        synced: Wait until it is on the disk; not needed for what can be made again after a crash of the machine.
+    """
     remove_abandoned(target.parent)
     partial = target.with_name(partial_name(target.name))
     try:
         yield partial
-        sync(partial)
+        if synced:
+            sync(partial)
         partial.replace(target)
-        sync(target.parent)
+        if synced:
+            sync(target.parent)
     finally:
         partial.unlink(missing_ok=True)
 
