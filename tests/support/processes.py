@@ -106,30 +106,39 @@ def run_warm_script(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 600,
+    *,
+    folder: Path | None = None,
+    strict: bool = False,
 ) -> str:
     """Run a script in processes forked from this one, and return what they wrote to stdout, in rank order.
 
     What this process has imported need not be loaded again: most of the time of a small script. The script sees what it
     would see under torchrun, and one process what it would see under python.
 
+    Args:
+        folder: The working folder of the processes, if not that of this one.
+        strict: Warnings are errors, as under `python -W error`.
+
     Raises:
         ProcessGroupFailure: A process raised or ended with another code than 0; its stderr is part of the message.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        run_group(_run_as_main, world_size, Path(path), list(args), Path(folder), env=env, timeout=timeout)
-        return "".join(Path(folder, f"{rank}.out").read_text() for rank in range(world_size))
+    with tempfile.TemporaryDirectory() as output:
+        given = (Path(path).absolute(), list(args), Path(output), folder or Path.cwd(), strict)
+        run_group(_run_as_main, world_size, *given, env=env, timeout=timeout)
+        return "".join(Path(output, f"{rank}.out").read_text() for rank in range(world_size))
 
 
-def _run_as_main(path: Path, args: list[str], folder: Path) -> None:
+def _run_as_main(path: Path, args: list[str], output: Path, folder: Path, strict: bool) -> None:
     rank = os.environ["RANK"]
+    os.chdir(folder)
     os.environ.update(script_environment())
     if os.environ["WORLD_SIZE"] == "1":
         for name in (*_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    _forget_the_test_runner()
+    _forget_the_test_runner(strict)
     sys.argv = [str(path), *args]
     sys.path.insert(0, str(path.parent))
-    with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w+") as err:
+    with open(output / f"{rank}.out", "w") as out, open(output / f"{rank}.err", "w+") as err:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
         code: object = None
@@ -145,11 +154,14 @@ def _run_as_main(path: Path, args: list[str], folder: Path) -> None:
             raise RuntimeError(f"{path.name} ended with {code!r}\n{err.read()[-6000:]}")
 
 
-def _forget_the_test_runner() -> None:
+def _forget_the_test_runner(strict: bool) -> None:
     """Give a forked process the exit handlers, log handlers and warning filters of a fresh one."""
     atexit._clear()
     logging.getLogger().handlers.clear()
     warnings.resetwarnings()
+    if strict:
+        warnings.simplefilter("error")
+        return
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
 
