@@ -24,9 +24,9 @@ from accelerate.data_loader.channel import (
     StepMessage,
 )
 from accelerate.data_loader.loader import skipped_by_samplers
-from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp, data_shard
+from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
-from accelerate.data_loader.samplers import nested_samplers, outer_batch_sampler
+from accelerate.data_loader.samplers import data_shard, nested_samplers, outer_batch_sampler
 from accelerate.runtime import current
 
 

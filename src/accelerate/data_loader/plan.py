@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 from typing import Any, ClassVar, NamedTuple
 
-from accelerate._base.enums import MeshAxis
-
 
 class Share(NamedTuple):
     """What one process holds of a batch: its rows, and how many of the leading ones are real; None if unknown.
@@ -77,26 +75,6 @@ def near_equal(total: int, parts: int, index: int) -> tuple[int, int]:
     size, extra = divmod(total, parts)
     begin = index * size + min(index, extra)
     return begin, begin + size + (index < extra)
-
-
-def data_shard(
-    rank: int, world_size: int, mesh_sizes: dict[str, int] | None, *, divides_by_tensor_parallel: bool = False
-) -> tuple[int, int]:
-    """Return (index, count) of the data-parallel share of a process.
-
-    Args:
-        mesh_sizes: Size of each named axis of the device mesh; tensor-, context- and pipeline-parallel peers read the
-            same data.
-        divides_by_tensor_parallel: Whether an engine owns the layout, so that only tensor parallelism is divided out.
-    """
-    if not mesh_sizes:
-        return rank, world_size
-    tensor, context = mesh_sizes.get(MeshAxis.TP, 1), mesh_sizes.get(MeshAxis.CP, 1)
-    if divides_by_tensor_parallel:
-        return rank // tensor, world_size // tensor
-    shares = mesh_sizes.get(MeshAxis.DP_REPLICATE, 1) * mesh_sizes.get(MeshAxis.DP_SHARD, 1)
-    # The stages of a pipeline are the outermost axis.
-    return rank // (tensor * context) % shares, shares
 
 
 class EpochPlan:

@@ -26,13 +26,13 @@ from accelerate.data_loader.global_batches import (
 from accelerate.data_loader.iterables import GroupCollate, IterableDatasetShard, is_hf_dataset
 from accelerate.data_loader.loader import DataLoaderShard
 from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler, resolve_order
-from accelerate.data_loader.plan import data_shard
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IndexShard,
     check_splittable,
     copy_loader,
     copy_with,
+    data_shard,
     nested_samplers,
     outer_batch_sampler,
 )
@@ -82,7 +82,7 @@ def prepare_data_loader(
         global_batch_size: Samples of one optimizer step on any number of processes; the loader's batch size is then
             the most rows that a process takes at once.
         custom_classes: Other classes of loaders, used as they are.
-        divides_by_tensor_parallel: Whether an engine lays out the mesh, see `plan.data_shard`.
+        divides_by_tensor_parallel: Whether an engine lays out the mesh, see `samplers.data_shard`.
 
     Raises:
         ConfigurationError: (a ValueError) if the options contradict each other or the loader.

@@ -9,10 +9,31 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate.data_loader.order import EpochOrder, has_exact_length, head_and_rest, split_head
 from accelerate.data_loader.plan import Observations, RoundPlan, VaryingRoundPlan
 from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
+
+
+def data_shard(
+    rank: int, world_size: int, mesh_sizes: dict[str, int] | None, *, divides_by_tensor_parallel: bool = False
+) -> tuple[int, int]:
+    """Return (index, count) of the data-parallel share of a process.
+
+    Args:
+        mesh_sizes: Size of each named axis of the device mesh; tensor-, context- and pipeline-parallel peers read the
+            same data.
+        divides_by_tensor_parallel: Whether an engine owns the layout, so that only tensor parallelism is divided out.
+    """
+    if not mesh_sizes:
+        return rank, world_size
+    tensor, context = mesh_sizes.get(MeshAxis.TP, 1), mesh_sizes.get(MeshAxis.CP, 1)
+    if divides_by_tensor_parallel:
+        return rank // tensor, world_size // tensor
+    shares = mesh_sizes.get(MeshAxis.DP_REPLICATE, 1) * mesh_sizes.get(MeshAxis.DP_SHARD, 1)
+    # The stages of a pipeline are the outermost axis.
+    return rank // (tensor * context) % shares, shares
 
 
 def outer_batch_sampler(loader: Any) -> Any:

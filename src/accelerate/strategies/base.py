@@ -32,7 +32,7 @@ from accelerate.checkpointing.parts import (
 from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
-from accelerate.data_loader.plan import data_shard
+from accelerate.data_loader.samplers import data_shard
 from accelerate.parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
 from accelerate.parallel.mesh import GradientShare, gradient_share
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name

@@ -16,7 +16,6 @@ from accelerate.data_loader.plan import (
     RoundPlan,
     Share,
     VaryingRoundPlan,
-    data_shard,
     near_equal,
 )
 
@@ -110,14 +109,6 @@ def test_global_batches(samples: int, size: int, batch_size: int, count: int, dr
     assert plans[0].block(length + 1) is None
     end = samples - samples % size if drop_last else samples
     assert seen == list(range(start, end))
-
-
-def test_a_mesh_gives_peers_the_same_share() -> None:
-    sizes = {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
-    assert [data_shard(rank, 8, sizes)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert data_shard(5, 8, sizes)[1] == 4
-    assert data_shard(5, 8, {"tp": 4}, divides_by_tensor_parallel=True) == (1, 2)
-    assert data_shard(5, 8, None) == (5, 8)
 
 
 def test_rounds_are_dealt_without_a_loader() -> None:

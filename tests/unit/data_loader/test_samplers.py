@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
+from accelerate.data_loader.samplers import data_shard
 
 
 class Counting(IterableDataset):
@@ -176,3 +177,11 @@ def test_iterable_drop_last() -> None:
     parts = [IterableDatasetShard(Counting(7), 2, True, 2, rank) for rank in range(2)]
     assert [list(part) for part in parts] == [[0, 1], [2, 3]]
     assert [len(part) for part in parts] == [2, 2]
+
+
+def test_a_mesh_gives_peers_the_same_share() -> None:
+    sizes = {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert [data_shard(rank, 8, sizes)[0] for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert data_shard(5, 8, sizes)[1] == 4
+    assert data_shard(5, 8, {"tp": 4}, divides_by_tensor_parallel=True) == (1, 2)
+    assert data_shard(5, 8, None) == (5, 8)
