@@ -59,6 +59,7 @@ def test_the_number_of_batches_is_known_in_advance(
 
 
 @given(total=st.integers(0, 60), parts=st.integers(1, 9))
+@settings(deadline=None)
 def test_near_equal_pieces_are_consecutive(total: int, parts: int) -> None:
     pieces = [near_equal(total, parts, index) for index in range(parts)]
     assert [begin for begin, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
