@@ -171,15 +171,11 @@ def clear_environment() -> Iterator[None]:
 @contextlib.contextmanager
 def keep_accelerate_environment() -> Iterator[None]:
     """Bring the ACCELERATE_* variables back after a block to what they were before it."""
-
-    def ours(name: str) -> bool:
-        return name.startswith(_PREFIX)
-
     saved = items()
     try:
         yield
     finally:
-        _restore(saved, ours)
+        _restore(saved, lambda name: name.startswith(_PREFIX))
 
 
 @contextlib.contextmanager
@@ -214,12 +210,7 @@ def _purge_function(function: F) -> F:
 
         return waiting  # type: ignore[return-value]
 
-    @functools.wraps(function)
-    def calling(*args: Any, **kwargs: Any) -> Any:
-        with keep_accelerate_environment():
-            return function(*args, **kwargs)
-
-    return calling  # type: ignore[return-value]
+    return keep_accelerate_environment()(function)
 
 
 def _purge_methods(cls: type) -> None:

@@ -170,11 +170,7 @@ class DeepSpeedPlugin(Settings):
     offload_param_device: str = shared(DeepSpeedOptions, "offload_param_device", fallback="none")
     offload_optimizer_nvme_path: str = shared(DeepSpeedOptions, "offload_optimizer_nvme_path", fallback="none")
     offload_param_nvme_path: str = shared(DeepSpeedOptions, "offload_param_nvme_path", fallback="none")
-    zero3_init_flag: bool = shared(
-        DeepSpeedOptions,
-        "zero3_init_flag",
-        help="Build models in shards; by default with ZeRO 3, where alone it works.",
-    )
+    zero3_init_flag: bool = shared(DeepSpeedOptions, "zero3_init_flag")
     zero3_save_16bit_model: bool = shared(DeepSpeedOptions, "zero3_save_16bit_model", fallback=False)
     transformer_moe_cls_names: str | None = shared(DeepSpeedOptions, "deepspeed_moe_layer_cls_names")
     enable_msamp: bool = shared(

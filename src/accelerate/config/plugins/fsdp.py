@@ -37,17 +37,9 @@ class FullyShardedDataParallelPlugin(Settings):
 
     fsdp_version: int = shared(FsdpOptions, "fsdp_version", fallback=1)
     sharding_strategy: str | int | fsdp.ShardingStrategy | None = shared(
-        FsdpOptions,
-        "fsdp_sharding_strategy",
-        choices=(),
-        help="What FSDP 1 shards; the old name of `reshard_after_forward`.",
+        FsdpOptions, "fsdp_sharding_strategy", choices=()
     )
-    reshard_after_forward: str | bool | fsdp.ShardingStrategy | None = shared(
-        FsdpOptions,
-        "fsdp_reshard_after_forward",
-        help="Free weights between forward and backward: a bool with FSDP 2, a sharding strategy with FSDP 1, where it "
-        "gives `sharding_strategy` unless that is given itself.",
-    )
+    reshard_after_forward: str | bool | fsdp.ShardingStrategy | None = shared(FsdpOptions, "fsdp_reshard_after_forward")
     backward_prefetch: str | int | fsdp.BackwardPrefetch | None = shared(
         FsdpOptions, "fsdp_backward_prefetch", choices=()
     )
@@ -55,29 +47,16 @@ class FullyShardedDataParallelPlugin(Settings):
         help="A precision, a dictionary (`param_dtype`, `reduce_dtype`, and `buffer_dtype` with FSDP 1 or `output_dtype` "
         "with FSDP 2), or torch's own object."
     )
-    auto_wrap_policy: Callable[..., Any] | str | None = shared(
-        FsdpOptions,
-        "fsdp_auto_wrap_policy",
-        choices=(),
-        help="Which modules are sharded on their own: a policy's name or a function.",
-    )
+    auto_wrap_policy: Callable[..., Any] | str | None = shared(FsdpOptions, "fsdp_auto_wrap_policy", choices=())
     cpu_offload: bool | fsdp.CPUOffload | fsdp.OffloadPolicy | None = shared(
-        FsdpOptions,
-        "fsdp_offload_params",
-        fallback=False,
-        help="Keep weights on the CPU while they rest: a bool or torch's own object.",
+        FsdpOptions, "fsdp_offload_params", fallback=False
     )
     ignored_modules: Iterable[nn.Module] | str | None = shared(
         FsdpOptions,
         "fsdp_ignored_modules",
         help="Modules that are not sharded, or a pattern that their whole name matches.",
     )
-    state_dict_type: str | int | fsdp.StateDictType | None = shared(
-        FsdpOptions,
-        "fsdp_state_dict_type",
-        choices=(),
-        help="Form of weights in checkpoints; full with FSDP 1, sharded with FSDP 2.",
-    )
+    state_dict_type: str | int | fsdp.StateDictType | None = shared(FsdpOptions, "fsdp_state_dict_type", choices=())
     state_dict_config: fsdp.FullStateDictConfig | fsdp.ShardedStateDictConfig | None = knob(
         help="Torch's options of that form; made to fit where not given."
     )
@@ -89,24 +68,11 @@ class FullyShardedDataParallelPlugin(Settings):
     param_init_fn: Callable[[nn.Module], None] | None = knob(
         help="Gives memory to a module whose weights have none yet."
     )
-    sync_module_states: bool | None = shared(
-        FsdpOptions,
-        "fsdp_sync_module_states",
-        fallback=False,
-        help="Let FSDP 1 send the weights of rank 0 to all at the start.",
-    )
-    forward_prefetch: bool | None = shared(
-        FsdpOptions,
-        "fsdp_forward_prefetch",
-        fallback=False,
-        help="Let FSDP 1 fetch the next weights during forward.",
-    )
+    sync_module_states: bool | None = shared(FsdpOptions, "fsdp_sync_module_states", fallback=False)
+    forward_prefetch: bool | None = shared(FsdpOptions, "fsdp_forward_prefetch", fallback=False)
     activation_checkpointing: bool = shared(FsdpOptions, "fsdp_activation_checkpointing", fallback=False)
     activation_checkpointing_offload: bool = shared(
-        FsdpOptions,
-        "fsdp_activation_checkpointing_offload",
-        fallback=False,
-        help="Keep the activations that remain on the CPU; FSDP 2 only.",
+        FsdpOptions, "fsdp_activation_checkpointing_offload", fallback=False
     )
     cpu_ram_efficient_loading: bool = shared(
         FsdpOptions,
@@ -115,16 +81,8 @@ class FullyShardedDataParallelPlugin(Settings):
         help="Let one process alone read the weights. A value given here is also set in the environment, where model "
         "libraries look for it.",
     )
-    transformer_cls_names_to_wrap: list[str] | str | None = shared(
-        FsdpOptions,
-        "fsdp_transformer_layer_cls_to_wrap",
-        help="Classes of layers that are sharded on their own, as a list or between commas.",
-    )
-    min_num_params: int | None = shared(
-        FsdpOptions,
-        "fsdp_min_num_params",
-        help='Size from which a module is sharded on its own, under `"SIZE_BASED_WRAP"`.',
-    )
+    transformer_cls_names_to_wrap: list[str] | str | None = shared(FsdpOptions, "fsdp_transformer_layer_cls_to_wrap")
+    min_num_params: int | None = shared(FsdpOptions, "fsdp_min_num_params")
 
     def __post_init__(self) -> None:
         # What the program says differs from what the launcher's variables say by default: only the first is refused.

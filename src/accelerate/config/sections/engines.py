@@ -94,9 +94,9 @@ class DeepSpeedOptions(LaunchSection):
         ask=Ask(optional=True, only_if=_without_file),
     )
     zero3_init_flag: bool | None = knob(
-        help="Build models in shards, with ZeRO 3.",
+        help="Build models in shards; only ZeRO 3 can, and it does unless told otherwise.",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        ask=Ask(only_if=_from_stage(3)),
+        ask=Ask("Build models in shards", only_if=_from_stage(3)),
     )
     zero3_save_16bit_model: bool | None = knob(
         help="Save whole weights in 16 bits, with ZeRO 3.", ask=Ask(only_if=_from_stage(3))
@@ -185,12 +185,14 @@ class FsdpOptions(LaunchSection):
         ask=Ask(only_if=_of_version(1)),
     )
     fsdp_state_dict_type: str | None = knob(
-        help="Form of the weights in checkpoints.",
+        help="Form of the weights in checkpoints; full with FSDP 1 and sharded with FSDP 2, where it is not given.",
         choices=tuple(FSDP_STATE_DICT_TYPE),
-        ask=Ask(default="SHARDED_STATE_DICT"),
+        ask=Ask("Form of the weights in checkpoints", default="SHARDED_STATE_DICT"),
     )
     fsdp_forward_prefetch: bool = knob(
-        False, help="Fetch the next weights during forward.", ask=Ask(only_if=_of_version(1))
+        False,
+        help="Let FSDP 1 fetch the next weights during forward.",
+        ask=Ask("Fetch the next weights during forward", only_if=_of_version(1)),
     )
     fsdp_use_orig_params: bool = knob(
         True,
@@ -204,16 +206,22 @@ class FsdpOptions(LaunchSection):
     )
     fsdp_sync_module_states: bool = knob(
         True,
-        help="Send the weights of rank 0 to all at the start.",
-        ask=Ask(only_if=lambda answers: answers["fsdp_version"] == 1 and not answers["fsdp_cpu_ram_efficient_loading"]),
+        help="Let FSDP 1 send the weights of rank 0 to all at the start.",
+        ask=Ask(
+            "Send the weights of rank 0 to all at the start",
+            only_if=lambda answers: answers["fsdp_version"] == 1 and not answers["fsdp_cpu_ram_efficient_loading"],
+        ),
     )
     fsdp_activation_checkpointing: bool = knob(
         False, help="Compute activations again in backward instead of keeping them.", ask=Ask()
     )
     fsdp_activation_checkpointing_offload: bool = knob(
         False,
-        help="Keep the activations that remain on the CPU.",
-        ask=Ask(only_if=lambda answers: bool(answers["fsdp_activation_checkpointing"])),
+        help="Keep the activations that remain on the CPU; FSDP 2 only.",
+        ask=Ask(
+            "Keep the activations that remain on the CPU",
+            only_if=lambda answers: bool(answers["fsdp_activation_checkpointing"]),
+        ),
     )
     fsdp_ignored_modules: str | None = knob(help="Pattern of the names of modules that are not sharded.", shape="none")
 

@@ -17,7 +17,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import reset_warnings
+from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.plugins.fsdp import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from accelerate.config.plugins.fsdp_torch import get_module_class_from_name
 
 RAM = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -283,3 +285,19 @@ def test_a_plugin_can_be_edited_and_pickled() -> None:
     plugin.fsdp_version = 2
     plugin.set_state_dict_type("FULL_STATE_DICT")
     assert pickle.loads(pickle.dumps(plugin)) == plugin
+
+
+def test_memory_saving_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    for name in names:
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    enable_fsdp_ram_efficient_loading()
+    assert [env.get(name) for name in names] == ["True", "True"]
+    env.put("ACCELERATE_USE_FSDP", "false")
+    enable_fsdp_ram_efficient_loading()
+    assert env.get("ACCELERATE_USE_FSDP") == "false"
+    disable_fsdp_ram_efficient_loading()
+    assert [env.get(name) for name in names] == ["false", "False"]
+    for name in names:
+        env.drop(name)

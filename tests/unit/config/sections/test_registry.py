@@ -21,7 +21,7 @@ from accelerate.config.run_config import RunConfig, encode
 from accelerate.config.sections.registry import LaunchOption, options
 from accelerate.devices.machine import Machine
 
-COMPAT = Path(__file__).resolve().parents[2] / "compat"
+COMPAT = Path(__file__).resolve().parents[3] / "compat"
 PACKAGE = Path(accelerate.__file__).parent
 FOUR_GPUS = Machine(device_type="cuda", device_count=4, cpu_count=8, visible_devices_variable="CUDA_VISIBLE_DEVICES")
 OPTIONS = list(options().values())
