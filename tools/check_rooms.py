@@ -37,10 +37,6 @@ KEPT_STATE = {
     "_shown_warnings": "which warnings were given; _base stands below runtime",
     "_threads": "idle reading threads, which belong to their owners and not to a run",
 }
-# Class names that still stand twice. This list only shrinks.
-DOUBLE_CLASSES = frozenset(
-    {"Failure", "Kind", "Part", "Sender", "Slot", "Step", "Stop", "Weights", "_Call", "_Files", "_Piece"}
-)
 # Of list, dict, set, deque, OrderedDict and ContextVar.
 MUTATING_METHODS = frozenset(
     {"add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "move_to_end", "pop"}
@@ -310,9 +306,7 @@ def check_class_names(modules: Iterable[Module]) -> Iterator[Finding]:
             if module.room is not None and isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module.finding(node, "class-name", ""))
     for name, found in places.items():
-        if len(found) == 1 or name in DOUBLE_CLASSES:
-            continue
-        for place in found:
+        for place in found if len(found) > 1 else ():
             others = ", ".join(f"{other.path}:{other.line}" for other in found if other is not place)
             message = f"the class {name} stands in {others} too; give each a name of its own"
             yield Finding(place.path, place.line, place.rule, message)

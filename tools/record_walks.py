@@ -50,12 +50,18 @@ class Guide:
 
 
 GUIDES = {
-    "launch": Guide("Launch", "`accelerate launch --cpu --num_processes 2 train.py`, until a worker starts", 20, 40),
-    "construct": Guide("Construction", "`Accelerator(...)`", 12, 36),
-    "prepare": Guide("Prepare", "`prepare(model, optimizer, loader, scheduler)`", 10, 26),
-    "step": Guide("A step", "`accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 14),
-    "save": Guide("Save", "`save_state(folder)`", 14, 45),
-    "load": Guide("Load", "`load_state(folder)`", 14, 45),
+    "launch": Guide(
+        "Launch",
+        "`accelerate launch --cpu --num_processes 2 train.py`, until a worker starts",
+        20,
+        25,
+        "five of its files are launchers, which are asked in turn whether the run is theirs.",
+    ),
+    "construct": Guide("Construction", "`Accelerator(...)`", 12, 22),
+    "prepare": Guide("Prepare", "`prepare(model, optimizer, loader, scheduler)`", 10, 16),
+    "step": Guide("A step", "`accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 7),
+    "save": Guide("Save", "`save_state(folder)`", 14, 26),
+    "load": Guide("Load", "`load_state(folder)`", 14, 25),
     "big": Guide(
         "A big model",
         "`init_empty_weights`, `load_checkpoint_and_dispatch` to the disk, a forward",
