@@ -330,7 +330,7 @@ def _place_single_tensors(
 
 
 def guard_moves(model: nn.Module) -> None:
-    """Make `.to` and its kin speak up on a model whose modules were dispatched."""
+    """Let `.to` and the other methods that move a module warn or refuse on a model that was dispatched."""
     for name in device_methods():
         if callable(getattr(type(model), name, None)):
             model.__dict__[name] = functools.partial(_guarded_move, model, name)

@@ -217,7 +217,7 @@ def attach_layerwise_casting_hooks(
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     skipped = skip_modules_classes or ()
 
-    def visit(current: nn.Module, name: str) -> None:
+    def attach(current: nn.Module, name: str) -> None:
         if isinstance(current, skipped) or any(re.search(pattern, name) for pattern in patterns):
             return
         if isinstance(current, constants.SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
@@ -225,9 +225,9 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(current, hook, append=True)
             return
         for key, child in current.named_children():
-            visit(child, f"{name}.{key}" if name else key)
+            attach(child, f"{name}.{key}" if name else key)
 
-    visit(module, "")
+    attach(module, "")
 
 
 class CpuOffload(ModelHook):

@@ -16,7 +16,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.offload.places import DISK, HOST
-from accelerate.offload.tensors import ModuleTree, Part, as_class_names, is_splittable, parts_of, resolve_dtype
+from accelerate.offload.tensors import ModuleTree, TreeNode, as_class_names, is_splittable, parts_of, resolve_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def compute_module_total_buffer_size(
 
 
 def get_max_layer_size(
-    modules: Sequence[Part], module_sizes: Mapping[str, int], no_split_module_classes: str | Iterable[str] | None
+    modules: Sequence[TreeNode], module_sizes: Mapping[str, int], no_split_module_classes: str | Iterable[str] | None
 ) -> tuple[int, list[str]]:
     """Return the bytes of the largest layer that must stay whole, and the names of all layers of that size."""
     no_split = as_class_names(no_split_module_classes)

@@ -31,7 +31,7 @@ from accelerate.offload.places import (
 )
 from accelerate.offload.tensors import (
     ModuleTree,
-    Part,
+    TreeNode,
     as_class_names,
     find_tied_parameters,
     has_children,
@@ -168,7 +168,7 @@ class Planner:
         self.sizes, self.no_split, self.fallback = sizes, no_split, fallback
         self.tied_parameters = find_tied_parameters(model) if tied_parameters is None else tied_parameters
         self.ties = _ties_by_module(self.tied_parameters)
-        self.queue: list[Part] = list(reversed(parts_of(model)))  # the next one is at the end
+        self.queue: list[TreeNode] = list(reversed(parts_of(model)))  # the next one is at the end
         self.waiting: dict[str, nn.Module | torch.Tensor] = dict(self.queue)
         self.opened: set[str] = set()
         self.remaining = RemainingLayers(model, sizes, no_split)
@@ -257,7 +257,7 @@ class Planner:
         device = self.devices[self.current]
         if not self.fallback or self.plan.used[device]:
             return False
-        in_order: list[Part] = []
+        in_order: list[TreeNode] = []
         pending = list(self.queue)
         while pending:
             later, part = pending.pop()
@@ -333,7 +333,7 @@ class RemainingLayers:
 
 
 def get_module_size_with_ties(
-    tied_params: Iterable[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[Part]
+    tied_params: Iterable[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[TreeNode]
 ) -> tuple[int, list[str], list[nn.Module | torch.Tensor]]:
     """Return the bytes of a module with the waiting modules that it is tied to, and those modules.
 
@@ -374,12 +374,12 @@ def _ties_by_module(tied_parameters: Iterable[Sequence[str]]) -> dict[str, list[
 
 
 def fallback_allocate(
-    modules: list[Part],
+    modules: list[TreeNode],
     module_sizes: Mapping[str, int],
     size_limit: int | str,
     no_split_module_classes: str | Iterable[str] | None = None,
     tied_parameters: Iterable[Sequence[str]] | None = None,
-) -> tuple[str | None, nn.Module | torch.Tensor | None, list[Part]]:
+) -> tuple[str | None, nn.Module | torch.Tensor | None, list[TreeNode]]:
     """Find any module, or part of one, that fits a limit together with what it is tied to.
 
     Returns:
@@ -390,7 +390,7 @@ def fallback_allocate(
     ties = _ties_by_module(tied_parameters or ())
     waiting = dict(modules)
 
-    def first_fit(part: Part) -> tuple[Part, list[Part]] | None:
+    def first_fit(part: TreeNode) -> tuple[TreeNode, list[TreeNode]] | None:
         """Return the first part at or below `part` that fits, and what remains of `part` without it."""
         name, module = part
         if _with_ties(_tied_elsewhere(name, ties), module_sizes.get(name, 0), module_sizes, waiting)[0] <= limit:

@@ -1,4 +1,4 @@
-"""The tensors of a model: found by name, told apart, tied to each other, and put on a device."""
+"""The tensors of a model: found by name, identified in memory, tied to each other, and put on a device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
 from accelerate.offload.places import META, Place, as_device
 
-Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
-"""A name, and the module or tensor that has it."""
+TreeNode: TypeAlias = tuple[str, nn.Module | torch.Tensor]
+"""A module or a tensor of a model, with its dotted name."""
 TiedCache: TypeAlias = dict[int, dict[torch.device, torch.Tensor]]
 """Address of a weight that somebody keeps alive -> device -> the copy there that all modules share."""
 
@@ -81,12 +81,12 @@ def has_children(module: nn.Module) -> bool:
     return bool(module._modules) and any(child is not None for child in module._modules.values())
 
 
-def parts_of(module: nn.Module | torch.Tensor, name: str = "", buffers: bool = True) -> list[Part]:
+def parts_of(module: nn.Module | torch.Tensor, name: str = "", buffers: bool = True) -> list[TreeNode]:
     """Return what a module is made of: its own parameters, its children each once, then its own buffers, by full name."""
     if isinstance(module, torch.Tensor):
         return []
     prefix = f"{name}." if name else ""
-    found: list[Part] = [(prefix + key, held) for key, held in module._parameters.items() if held is not None]
+    found: list[TreeNode] = [(prefix + key, held) for key, held in module._parameters.items() if held is not None]
     if module._modules:
         children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
         if len({id(child) for _, child in children}) < len(children):

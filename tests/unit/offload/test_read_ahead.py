@@ -289,7 +289,7 @@ def call_order(length: int) -> CallOrder:
 
 
 def ahead(order: CallOrder, most: int = 100) -> list[int]:
-    """Return the stops that are asked for newly."""
+    """Return the modules that are newly predicted."""
     asked: list[int] = []
 
     def wanted(module: int) -> bool:
