@@ -112,11 +112,6 @@ class ParallelismConfig:
                     f"options of this axis. Write {name}={kind.__name__}(...), or leave it out."
                 )
 
-    @classmethod
-    def from_environment(cls) -> ParallelismConfig | None:
-        """Return the sizes that the launcher asks for, None if it does not."""
-        return cls() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
-
     def _size(self, axis: MeshAxis) -> int:
         size: int = getattr(self, f"{axis}_size")
         return size

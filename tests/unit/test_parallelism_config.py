@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from accelerate import ParallelismConfig
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
+from accelerate.session.setup import parallelism_from_environment
 from accelerate.utils import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -31,13 +32,13 @@ def test_sizes_not_given_are_one() -> None:
 
 
 def test_sizes_not_given_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ParallelismConfig.from_environment() is None
+    assert parallelism_from_environment() is None
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
     monkeypatch.setenv("PARALLELISM_CONFIG_PP_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_PP_SCHEDULE", "gpipe")
     monkeypatch.setenv("PARALLELISM_CONFIG_PP_NUM_MICROBATCHES", "8")
-    config = ParallelismConfig.from_environment()
+    config = parallelism_from_environment()
     assert config is not None
     assert (config.tp_size, config.pp_size) == (4, 2)
     assert (config.pp_handler.schedule, config.pp_handler.num_microbatches) == ("gpipe", 8)

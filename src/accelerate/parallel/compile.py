@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
-"""The name of a block inside of the wrapper that computes its activations again."""
-
-
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Return whether `module` is the shell that `torch.compile` returns."""
-    # Importing the compiler takes seconds: where nobody has imported it, nothing is compiled.
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
-
-
-def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Return whether blocks inside `module` were compiled one by one."""
-    return not is_compiled_module(module) and any(is_compiled_module(child) for child in module.modules())
+from accelerate.parallel.unwrap import inner_block
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
@@ -104,14 +90,6 @@ def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) ->
 def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
     """Compile the repeated blocks of a model one by one in place, before they are sharded; returns the model."""
     compile_regions_deepspeed(module, **compile_kwargs)
-    return module
-
-
-def inner_block(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the block inside a checkpoint wrapper; another module comes back as it is."""
-    # Children are read from the dictionary: the wrapper passes unknown names on to the block.
-    while CHECKPOINT_WRAPPER in module._modules:
-        module = module.get_submodule(CHECKPOINT_WRAPPER)
     return module
 
 

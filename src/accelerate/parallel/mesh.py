@@ -84,9 +84,7 @@ class GradientShare:
 
 
 def gradient_share(rank: int, world_size: int, sizes: Mapping[str, int]) -> GradientShare:
-    """Return the share of a process; `sizes` are those of the axes of the mesh, none without one."""
-    if not sizes:
-        return GradientShare(rank, world_size)
+    """Return the share of a process; `sizes` are those of the axes of the mesh."""
     stages, tensor = sizes.get(MeshAxis.PP, 1), sizes.get(MeshAxis.TP, 1)
     # Outermost are the stages, innermost the ranks of one layer; what is between has data of its own.
     count = world_size // (stages * tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal, overload
 
@@ -9,16 +10,37 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate._base.imports import is_peft_available, require
-from accelerate.parallel.compile import CHECKPOINT_WRAPPER, has_compiled_regions, is_compiled_module
 
 NamedModule = tuple[str, torch.nn.Module]
 
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+"""The name of a block inside of the wrapper that computes its activations again."""
 _WRAPPER_NAMES = ("_fsdp_wrapped_module", CHECKPOINT_WRAPPER, "_orig_mod")
 
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter in the user's model, without the wrappers around its modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether `module` is the shell that `torch.compile` returns."""
+    # Importing the compiler takes seconds: where nobody has imported it, nothing is compiled.
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def has_compiled_regions(module: torch.nn.Module) -> bool:
+    """Return whether blocks inside `module` were compiled one by one."""
+    return not is_compiled_module(module) and any(is_compiled_module(child) for child in module.modules())
+
+
+def inner_block(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the block inside a checkpoint wrapper; another module comes back as it is."""
+    # Children are read from the dictionary: the wrapper passes unknown names on to the block.
+    while CHECKPOINT_WRAPPER in module._modules:
+        module = module.get_submodule(CHECKPOINT_WRAPPER)
+    return module
 
 
 def extract_model_from_parallel(

@@ -188,7 +188,7 @@ def resolve_options(
         )
         parallelism_config = ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
     elif parallelism_config is None:
-        parallelism_config = ParallelismConfig.from_environment()
+        parallelism_config = parallelism_from_environment()
     project = project_config if project_config is not None else ProjectConfiguration()
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
@@ -213,6 +213,11 @@ def resolve_options(
         dynamo=dynamo_plugin if dynamo_plugin is not None else TorchDynamoPlugin(backend=dynamo_backend),
         global_batch_size=global_batch_size,
     )
+
+
+def parallelism_from_environment() -> ParallelismConfig | None:
+    """Return the sizes that the launcher asks for, None if it does not."""
+    return ParallelismConfig() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
 
 
 def start_run(options: RunSettings) -> Run:

@@ -33,9 +33,14 @@ from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.samplers import data_shard
-from accelerate.parallel.compile import compile_module, compile_regions, has_compiled_regions, is_compiled_module
+from accelerate.parallel.compile import compile_module, compile_regions
 from accelerate.parallel.mesh import GradientShare, gradient_share
-from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
+from accelerate.parallel.unwrap import (
+    extract_model_from_parallel,
+    has_compiled_regions,
+    is_compiled_module,
+    plain_name,
+)
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.formats import Precision
 from accelerate.runtime.runtime import Runtime
@@ -264,7 +269,8 @@ class Strategy:
 
     def gradient_share(self) -> GradientShare:
         """Return which gradients this process sums up: of its data, and of its layers."""
-        return gradient_share(self.runtime.rank, self.runtime.world_size, self._axis_sizes())
+        rank, world_size, sizes = self.runtime.rank, self.runtime.world_size, self._axis_sizes()
+        return gradient_share(rank, world_size, sizes) if sizes else GradientShare(rank, world_size)
 
     def replaced(
         self, before: Sequence[torch.nn.Parameter], after: Sequence[torch.nn.Parameter]

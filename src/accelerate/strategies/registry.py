@@ -33,8 +33,8 @@ _STRATEGIES: list[type[Strategy] | _LazyStrategy] = [
     _LazyStrategy("accelerate.strategies.fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.parallel", "ParallelStrategy"),
-    DDPStrategy,
     Strategy,
+    DDPStrategy,
 ]
 _ENTRY_POINTS = "accelerate.strategies"
 

@@ -30,8 +30,7 @@ from accelerate.checkpointing.parts import (
     read_weights,
 )
 from accelerate.collectives.base import communicator
-from accelerate.parallel.compile import CHECKPOINT_WRAPPER
-from accelerate.parallel.unwrap import plain_name, plain_optimizer
+from accelerate.parallel.unwrap import CHECKPOINT_WRAPPER, plain_name, plain_optimizer
 from accelerate.runtime import current
 from accelerate.runtime.torch_private import flat_parameter_names
 from accelerate.strategies.broadcast_weights import broadcast_state

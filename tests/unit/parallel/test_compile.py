@@ -15,13 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import Accelerator
 from accelerate.config.env import patch_environment
 from accelerate.config.plugins.training import TorchDynamoPlugin
-from accelerate.parallel.compile import (
-    compile_regions,
-    has_compiled_regions,
-    has_repeated_blocks,
-    is_compiled_module,
-)
-from accelerate.parallel.unwrap import extract_model_from_parallel
+from accelerate.parallel.compile import compile_regions, has_repeated_blocks
+from accelerate.parallel.unwrap import extract_model_from_parallel, has_compiled_regions, is_compiled_module
 
 # torch's own tracer looks at the gradient of an activation, where warnings are not errors for it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

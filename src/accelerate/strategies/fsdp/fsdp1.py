@@ -13,8 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.parallel.compile import inner_block
-from accelerate.parallel.unwrap import plain_name
+from accelerate.parallel.unwrap import inner_block, plain_name
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime.memory import trim_host_memory
 from accelerate.runtime.torch_private import flat_parameter_names, flat_pieces, flat_shard, is_flattened

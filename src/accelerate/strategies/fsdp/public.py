@@ -16,8 +16,14 @@ from accelerate._base.errors import AccelerateError, ConfigurationError
 from accelerate._base.imports import require
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.offload.tensors import find_tied_parameters
-from accelerate.parallel.compile import checkpoint_blocks, inner_block
-from accelerate.parallel.unwrap import extract_model_from_parallel, is_peft_model, plain_name, plain_optimizer
+from accelerate.parallel.compile import checkpoint_blocks
+from accelerate.parallel.unwrap import (
+    extract_model_from_parallel,
+    inner_block,
+    is_peft_model,
+    plain_name,
+    plain_optimizer,
+)
 from accelerate.runtime.atomic import atomic_file
 from accelerate.strategies.broadcast_weights import broadcast_state
 from accelerate.strategies.fsdp.base import (
