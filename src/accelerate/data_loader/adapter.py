@@ -153,7 +153,7 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), {**self.__dict__, "_continued_by": None})
+        return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None}
 
     def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
         """Take the seeds that fix the order of each epoch, to save and restore them.
@@ -414,9 +414,3 @@ class DataLoaderAdapter:
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: states are taken before the next batch is read, so there is nothing to adjust."""
-
-
-def _rebuild(cls: type[Any], attributes: dict[str, Any]) -> Any:
-    loader = object.__new__(cls)
-    loader.__dict__.update(attributes)
-    return loader

@@ -77,8 +77,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._channel: SendingEnd | ReceivingEnd | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, (cls, attributes) = super().__reduce__()
-        return rebuild, (cls, {**attributes, "_channel": None})
+        create, cls, attributes = super().__reduce__()
+        return create, cls, {**attributes, "_channel": None}
 
     def _shard_of(self, rank: int) -> tuple[int, int]:
         mesh = self.torch_device_mesh
