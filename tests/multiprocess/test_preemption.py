@@ -174,7 +174,7 @@ def test_a_signal_to_one_machine_stops_the_other_too(tmp_path: Path) -> None:
 
 def test_a_worker_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     run = Run(tmp_path, "--num_processes", "2", "--preemption_grace", "1", words=["evaluate=0@1"])
-    run.await_file("evaluating", "pid-1")
+    run.await_file("evaluating", "pid-1", "log-1")
     workers = [psutil.Process(run.pid_of(rank)) for rank in (0, 1)]
     until(lambda: bool(notes(tmp_path, "batch")[1]))
     run.process.send_signal(signal.SIGTERM)
