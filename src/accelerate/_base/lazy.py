@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 Attached = tuple[Callable[[str], object], Callable[[], list[str]]]
 
-# What a lazy module imports for its own making.
-_MACHINERY = frozenset({"TYPE_CHECKING", "annotations", "attach", "attach_stub", "by_home", "env", "starred"})
 _PACKAGE_FOLDER = __file__.rpartition("_base")[0]
 
 
 def by_home(homes: Mapping[str, str]) -> dict[str, str]:
     """Turn `{"accelerate.home": "first second"}` into the table that `attach` takes."""
     return {name: home for home, names in homes.items() for name in names.split()}
-
-
-def starred(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the `__all__` of a lazy module: a star import reads only what stands in the namespace, or is listed there.
-
-    Args:
-        names: All names that the module shows, with whatever else stands in its namespace; private names and those that
-            this file gives are left out.
-    """
-    return tuple(sorted({name for name in names if not name.startswith("_")} - _MACHINERY))
 
 
 @cache
@@ -67,7 +55,7 @@ def attach_stub(module_name: str) -> Attached:
 
     def resolve(name: str) -> object:
         if name == "__all__":  # of a star import
-            return starred({*vars(sys.modules[module_name]), *stub_names(module_name)})
+            return sorted(public for public in stub_names(module_name) if not public.startswith("_"))
         return _resolve(module_name, stub_names(module_name), name)
 
     return resolve, lambda: sorted({*vars(sys.modules[module_name]), *stub_names(module_name)})

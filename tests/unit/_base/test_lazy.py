@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from accelerate._base.lazy import attach, by_home, starred
+from accelerate._base.lazy import attach, by_home
 
 NAME = "lazy_module_of_a_test"
 
@@ -19,7 +19,7 @@ def module() -> Iterator[ModuleType]:
     made.__getattr__, made.__dir__ = attach(  # type: ignore[method-assign, assignment]
         NAME, {**by_home({"json": "dumps loads"}), "path_join": "os.path:join"}
     )
-    made.__dict__["__all__"] = starred(["dumps", "loads", "path_join", "_private", "attach"])
+    made.__dict__["__all__"] = ["dumps", "loads", "path_join"]
     sys.modules[NAME] = made
     yield made
     del sys.modules[NAME]
