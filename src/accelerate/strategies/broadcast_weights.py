@@ -116,23 +116,15 @@ def _piece_of(here: torch.Tensor) -> Piece | None:
 
 
 @dataclass
-class _TensorEntry:
-    """One tensor of the model as rank 0 has it."""
+class PendingTensor:
+    """One tensor of the model as rank 0 has it, and, there alone, its values until they are sent."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool | None
     """None for a buffer."""
-
-
-@dataclass
-class PendingTensor:
-    """A tensor that is in the model and gets its values once the module around it is sharded."""
-
-    entry: _TensorEntry
-    source: torch.Tensor | None
-    """Its values, on rank 0."""
+    source: torch.Tensor | None = None
 
 
 class WeightBroadcast:
@@ -163,13 +155,13 @@ class WeightBroadcast:
                 f"The weight {table[0]!r} has no memory on the first rank, so there is nothing to send to the others. "
                 "Load the weights on the first rank, or set param_init_fn of the plugin."
             )
-        self._left: list[_TensorEntry] = table[0]
+        self._left: list[PendingTensor] = table[0]
         self._placeholder: torch.Tensor | None = None
         self._largest = max((math.prod(entry.shape) * entry.dtype.itemsize for entry in self._left), default=0)
 
     def send_all(self) -> None:
         """Fill what is not filled yet of the model."""
-        self.send([self._settle(entry, placeholder=False) for entry in self._take("")])
+        self.send([self._put_in_place(entry, placeholder=False) for entry in self._take("")])
 
     def allocate(self, unit: str) -> list[PendingTensor]:
         """Put a tensor of the right shape in place of each one of a module that is to be sharded now, and then sent.
@@ -177,7 +169,7 @@ class WeightBroadcast:
         Args:
             unit: The name of the module; "" is the model.
         """
-        return [self._settle(entry, placeholder=True) for entry in self._take(unit)]
+        return [self._put_in_place(entry, placeholder=True) for entry in self._take(unit)]
 
     def send(self, tensors: list[PendingTensor], pieces: Mapping[str, Piece] | None = None) -> None:
         """Give tensors of the model their values, in whatever way they are split by now.
@@ -190,12 +182,12 @@ class WeightBroadcast:
         tensors.reverse()
         while tensors:
             pending = tensors.pop()
-            names = [plain_name(name) for name in pending.entry.names]
+            names = [plain_name(name) for name in pending.names]
             piece = next((pieces[name] for name in names if name in pieces), None) if pieces else None
             if piece is not None:
                 self._sender.fill_piece(pending.source, piece)
                 continue
-            owner, attribute = self._owner(pending.entry.names[0])
+            owner, attribute = self._owner(pending.names[0])
             tensor: torch.Tensor = getattr(owner, attribute)
             if self._is_placeholder(tensor):
                 # Left alone by the engine: it keeps its identity, which the engine may have noted.
@@ -204,14 +196,14 @@ class WeightBroadcast:
         self._sender.release()
         trim_host_memory()
 
-    def _take(self, unit: str) -> list[_TensorEntry]:
+    def _take(self, unit: str) -> list[PendingTensor]:
         prefix = f"{unit}." if unit else ""
         # A unit never shares a parameter with the outside, so one name tells where it belongs.
         taken = [entry for entry in self._left if entry.names[0].startswith(prefix)]
         self._left = [entry for entry in self._left if not entry.names[0].startswith(prefix)]
         return taken
 
-    def _settle(self, entry: _TensorEntry, *, placeholder: bool) -> PendingTensor:
+    def _put_in_place(self, entry: PendingTensor, *, placeholder: bool) -> PendingTensor:
         """Put this rank's tensor in place under all its names, with memory of its own or as a placeholder."""
         owners = [self._owner(name) for name in entry.names]
         tensor: torch.Tensor = getattr(*owners[0])
@@ -228,7 +220,8 @@ class WeightBroadcast:
         for owner, attribute in owners:
             held = owner._buffers if entry.requires_grad is None else owner._parameters
             held[attribute] = tensor  # type: ignore[assignment]
-        return PendingTensor(entry, tensor.detach() if self._is_source else None)
+        entry.source = tensor.detach() if self._is_source else None
+        return entry
 
     def _is_placeholder(self, tensor: torch.Tensor) -> bool:
         if self._placeholder is None or isinstance(tensor, DTensor):
@@ -240,9 +233,9 @@ class WeightBroadcast:
         return self.model.get_submodule(path), attribute
 
 
-def _tensor_table(model: nn.Module) -> list[_TensorEntry] | str:
+def _tensor_table(model: nn.Module) -> list[PendingTensor] | str:
     """Return what rank 0 has, or the name of a weight without memory."""
-    found: dict[int, _TensorEntry] = {}
+    found: dict[int, PendingTensor] = {}
     for is_buffer, named in ((False, model.named_parameters), (True, model.named_buffers)):
         for name, tensor in named(remove_duplicate=False):
             if tensor.is_meta:
@@ -252,7 +245,7 @@ def _tensor_table(model: nn.Module) -> list[_TensorEntry] | str:
                 entry.names = (*entry.names, name)
                 continue
             trains = None if is_buffer else tensor.requires_grad
-            found[id(tensor)] = _TensorEntry((name,), tuple(tensor.shape), tensor.dtype, trains)
+            found[id(tensor)] = PendingTensor((name,), tuple(tensor.shape), tensor.dtype, trains)
     return list(found.values())
 
 
