@@ -16,6 +16,7 @@ KNOWN_STRATEGIES = ("deepspeed", "megatron", "xla")
 NOT_THERE = "-"
 
 _DEVICE_TITLES = {"neuron": "Neuron", "xla": "XLA (TPU)"}
+# In the order of the rows; a strategy from outside comes after them under its own name.
 _STRATEGY_TITLES = {
     "single": "one process",
     "ddp": "DDP",
@@ -30,8 +31,11 @@ _STRATEGY_TITLES = {
 
 def render() -> str:
     """Return the matrix as a table, with what its marks mean."""
-    built = [strategy.name for strategy in reversed(strategies.all_strategies())]
-    rows = built + [name for name in KNOWN_STRATEGIES if name not in built]
+    built = {strategy.name for strategy in strategies.all_strategies()}
+    order = list(_STRATEGY_TITLES)
+    rows = sorted(
+        built.union(KNOWN_STRATEGIES), key=lambda name: (order.index(name) if name in order else len(order), name)
+    )
     columns: dict[tuple[str, ...], list[str]] = {}
     for device, backend in _devices().items():
         cells = tuple(_cell(backend, built=name in built, single=name == "single") for name in rows)
