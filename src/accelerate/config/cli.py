@@ -9,8 +9,8 @@ from typing import Any
 from accelerate.config.sections.registry import LaunchOption, options
 
 
-class _Noting(argparse.Action):
-    """Store a value and note that it was given, in `namespace.nondefault`."""
+class _RecordValue(argparse.Action):
+    """Store a value and record that it was given, in `namespace.nondefault`."""
 
     def __call__(
         self,
@@ -28,7 +28,7 @@ class _Noting(argparse.Action):
         return values
 
 
-class _NotingSwitch(_Noting):
+class _RecordSwitch(_RecordValue):
     """Turn a switch on, or off by the flag that says so."""
 
     def __init__(self, *, off: Sequence[str] = (), **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ class _NotingSwitch(_Noting):
         return option_string not in self.off
 
 
-class _NotingList(_Noting):
+class _RecordList(_RecordValue):
     """Collect the values of a flag that is repeated."""
 
     def value(self, namespace: argparse.Namespace, values: Any, option_string: str | None) -> list[Any]:
@@ -62,7 +62,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("training_script", "training_script_args"):
         option = options()[name]
         rest: dict[str, Any] = {"nargs": argparse.REMAINDER} if option.knob.shape == "rest" else {}
-        parser.add_argument(name, action=_Noting, help=option.knob.help, **rest)
+        parser.add_argument(name, action=_RecordValue, help=option.knob.help, **rest)
 
 
 def spellings(flag: str) -> list[str]:
@@ -77,12 +77,12 @@ def _add(group: Any, option: LaunchOption) -> None:
     if declared.shape == "switch":
         off = [f"--{declared.negative}"] if declared.negative else []
         shown += off
-        text |= {"action": _NotingSwitch, "off": [name for flag in off for name in spellings(flag)]}
+        text |= {"action": _RecordSwitch, "off": [name for flag in off for name in spellings(flag)]}
     else:
         text["metavar"] = "{" + ",".join(map(str, declared.choices)) + "}" if declared.choices else option.name.upper()
-        text |= {"action": _Noting, "type": _reader(option)}
+        text |= {"action": _RecordValue, "type": _reader(option)}
     if declared.shape == "repeat":
-        text |= {"action": _NotingList, "type": str}
+        text |= {"action": _RecordList, "type": str}
     names = dict.fromkeys(name for flag in shown for name in (spellings(flag) if flag.startswith("--") else [flag]))
     action = group.add_argument(*names, **text)
     # Both spellings are taken by now; help and messages show one.

@@ -94,9 +94,9 @@ def _merge(
     if file is not None and option.name in file.values:
         entry = file.values[option.name]
         return Resolved(entry.value, Origin(OptionSource.FILE, f"{file.path}: {entry.key}"))
-    told = option.knob.decode(environ)
-    if told is not None:
-        return Resolved(told, Origin(OptionSource.ENVIRONMENT, str(option.knob.env)))
+    from_variable = option.knob.decode(environ)
+    if from_variable is not None:
+        return Resolved(from_variable, Origin(OptionSource.ENVIRONMENT, str(option.knob.env)))
     value = option.knob.fallback if option.default is None else option.default
     return Resolved(value, Origin(OptionSource.DEFAULT))
 
