@@ -1,12 +1,15 @@
-"""Checkpoints of plain text files."""
+"""Checkpoints of plain text files, and single parts that are written and read."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
-from accelerate.checkpointing.files import FileRecord
+from accelerate.checkpointing.files import FileRecord, FolderWriter
 from accelerate.checkpointing.manifest import Facts, Manifest, publish
+from accelerate.checkpointing.parts import LoadOptions, Part
 from accelerate.runtime import atomic
 
 
@@ -22,3 +25,13 @@ def write_checkpoint(target: Path, content: dict[str, str], step: int = 0, creat
     manifest = Manifest(records, 2, Facts(step=step, samples=10 * step, epoch=1), created or time.time())
     publish(stage, target, manifest)
     return target
+
+
+def save_part(part: Part, folder: Path) -> None:
+    with closing(FolderWriter(folder)) as staged:
+        part.write(part.snapshot(), staged)
+        staged.finish()
+
+
+def load_part(part: Part, folder: Path, **options: Any) -> None:
+    part.restore(part.read(folder, LoadOptions(**options)))

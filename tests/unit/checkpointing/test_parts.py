@@ -1,86 +1,25 @@
 from __future__ import annotations
 
-import random
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
+from tests.support.checkpoints import load_part as load
+from tests.support.checkpoints import save_part as save
 from torch.utils.data import DataLoader
 
-from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import (
     LoaderPart,
-    LoadOptions,
     ModelPart,
-    Part,
     SchedulerPart,
     WeightsPart,
 )
-from accelerate.checkpointing.run_parts import CustomPart, RandomPart
+from accelerate.checkpointing.run_parts import CustomPart
 from accelerate.data_loader import prepare_data_loader
-from accelerate.devices import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-CPU = registry.get("cpu")
-
-
-def save(part: Part, folder: Path) -> None:
-    with closing(FolderWriter(folder)) as staged:
-        part.write(part.snapshot(), staged)
-        staged.finish()
-
-
-def load(part: Part, folder: Path, **options: Any) -> None:
-    part.restore(part.read(folder, LoadOptions(**options)))
-
-
-class TestRandom:
-    def saved(self, folder: Path, seeds: list[int]) -> None:
-        for rank, seed in enumerate(seeds):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed)
-            save(RandomPart(SimpleNamespace(step=3), rank, CPU), folder)
-
-    def draws(self, folder: Path, rank: int, ranks: int, saved: int) -> list[float]:
-        counter = SimpleNamespace(step=0)
-        manifest = Manifest((), world_size=saved)
-        load(RandomPart(counter, rank, CPU), folder, rank=rank, world_size=ranks, manifest=manifest)
-        assert counter.step == 3
-        return [torch.rand(1).item(), random.random(), numpy.random.rand()]
-
-    def test_every_rank_takes_its_own(self, tmp_path: Path) -> None:
-        self.saved(tmp_path, [1, 2])
-        torch.manual_seed(2)
-        random.seed(2)
-        numpy.random.seed(2)
-        expected = [torch.rand(1).item(), random.random(), numpy.random.rand()]
-        assert self.draws(tmp_path, 1, 2, 2) == expected
-
-    def test_a_rank_more_draws_its_own_numbers_and_says_so(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        self.saved(tmp_path, [1, 2])
-        drawn = [self.draws(tmp_path, rank, 4, 2) for rank in range(4)]
-        assert len({tuple(numbers) for numbers in drawn}) == 4
-        assert self.draws(tmp_path, 3, 4, 2) == drawn[3]
-        assert "rank 3 has no random states" in caplog.text
-
-    def test_a_rank_more_draws_as_the_others_where_all_draw_alike(self, tmp_path: Path) -> None:
-        self.saved(tmp_path, [5, 5])
-        assert self.draws(tmp_path, 2, 3, 2) == self.draws(tmp_path, 0, 3, 2)
-
-    def test_what_another_library_wrote_is_restored_if_it_can_be(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        torch.save({"odd": SimpleNamespace()}, tmp_path / "random_states_0.pkl")
-        load(RandomPart(SimpleNamespace(step=1), 0, CPU), tmp_path)
-        assert "Random states are not restored" in caplog.text
 
 
 class TestLoaders:
