@@ -38,7 +38,7 @@ class Guide:
         heading: What the walk is, in a word or two.
         request: What is called.
         wanted: Files that the walk should pass through at most.
-        allowed: Files that it may pass through today; this number only falls.
+        allowed: Files that it may pass through; this number only falls.
         reason: Why more than the wanted files are allowed, for the page.
     """
 
@@ -54,14 +54,36 @@ GUIDES = {
         "Launch",
         "`accelerate launch --cpu --num_processes 2 train.py`, until a worker starts",
         20,
-        25,
+        23,
         "five of its files are launchers, which are asked in turn whether the run is theirs.",
     ),
-    "construct": Guide("Construction", "`Accelerator(...)`", 12, 22),
-    "prepare": Guide("Prepare", "`prepare(model, optimizer, loader, scheduler)`", 10, 16),
-    "step": Guide("A step", "`accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 7),
-    "save": Guide("Save", "`save_state(folder)`", 14, 26),
-    "load": Guide("Load", "`load_state(folder)`", 14, 25),
+    "construct": Guide(
+        "Construction",
+        "`Accelerator(...)`",
+        12,
+        18,
+        "each of the four questions is answered by its registry and by the member that it finds, and each setting checks "
+        "itself where it is declared.",
+    ),
+    "prepare": Guide(
+        "Prepare",
+        "`prepare(model, optimizer, loader, scheduler)`",
+        10,
+        13,
+        "a loader takes five files: what is asked of it, the order, the sampler, the loader, and what it shows of torch's.",
+    ),
+    "step": Guide("A step", "`accumulate`, `backward`, `optimizer.step`, `scheduler.step`, `zero_grad`", 6, 6),
+    "save": Guide(
+        "Save",
+        "`save_state(folder)`",
+        14,
+        23,
+        "the way itself takes ten files; each of the others gives the state of one kind of object, or is a leaf that all "
+        "share.",
+    ),
+    "load": Guide(
+        "Load", "`load_state(folder)`", 14, 21, "as with a save, each kind of object takes its own state back."
+    ),
     "big": Guide(
         "A big model",
         "`init_empty_weights`, `load_checkpoint_and_dispatch` to the disk, a forward",

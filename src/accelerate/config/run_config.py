@@ -132,12 +132,6 @@ def encode(config: RunConfig) -> dict[str, str]:
     return variables
 
 
-def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables in a form that may be shown."""
-    secret = {option.knob.env for option in options().values() if option.knob.secret}
-    return {name: HIDDEN if name in secret else value for name, value in variables.items()}
-
-
 def _reaches_worker(option: LaunchOption, config: RunConfig) -> bool:
     """Say whether workers are told: always what somebody chose, and the defaults of what is in use."""
     if option.knob.secret and config.resolved(option.name).origin.source is OptionSource.ENVIRONMENT:
