@@ -24,6 +24,17 @@ EPOCHS = 3
 STEPS_BEFORE_SAVE = 3
 
 
+def real_samples(loaders: list[Any], steps: int | None = None) -> list[int]:
+    """Read some steps on every rank and return what is real of them."""
+    seen: list[int] = []
+    for loader in loaders:
+        for number, batch in enumerate(loader, start=1):
+            seen += batch.tolist()[: loader.share.real]
+            if number == steps:
+                break
+    return seen
+
+
 class Numbers(Dataset[torch.Tensor]):
     """Samples that are their own numbers."""
 

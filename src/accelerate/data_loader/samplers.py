@@ -42,17 +42,16 @@ def outer_batch_sampler(loader: Any) -> Any:
     return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
 
 
-def nested_samplers(loader: Any) -> Iterator[Any]:
-    """Yield the batch samplers and samplers of a loader, from the outside in, each once."""
-    seen: set[int] = set()
-    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        waiting += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
+def nested_samplers(loader: Any) -> list[Any]:
+    """Return the batch samplers and samplers of a loader, from the outside in, each once."""
+    found: dict[int, Any] = {}
+    waiting = [loader]
+    for owner in waiting:
+        for part in (getattr(owner, "batch_sampler", None), getattr(owner, "sampler", None)):
+            if part is not None and id(part) not in found:
+                found[id(part)] = part
+                waiting.append(part)
+    return list(found.values())
 
 
 def get_sampler(dataloader: Any) -> Any:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
@@ -83,17 +83,6 @@ class Handlers:
         return next((backend for backend, recipe in recipes.items() if recipe is not None), FP8BackendType.NO)
 
 
-_HANDLER_TYPES: dict[str, type[KwargsHandler]] = {
-    "ddp_handler": DistributedDataParallelKwargs,
-    "scaler_handler": GradScalerKwargs,
-    "init_handler": InitProcessGroupKwargs,
-    "autocast_handler": AutocastKwargs,
-    "profile_handler": ProfileKwargs,
-    "fp8_recipe_handler": FP8RecipeKwargs,
-    "ao_recipe_handler": AORecipeKwargs,
-    "te_recipe_handler": TERecipeKwargs,
-    "msamp_recipe_handler": MSAMPRecipeKwargs,
-}
 _FP8_RECIPES = ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler")
 
 
@@ -323,25 +312,29 @@ def resolve_precision(mixed_precision: str | PrecisionType | None) -> Choice[str
 
 
 def _sort_handlers(given: Sequence[KwargsHandler], mixed_precision: str) -> Handlers:
+    if not given:
+        return Handlers()
+    # Each field is declared as `SomeKwargs | None`.
+    types: dict[str, type[KwargsHandler]] = {name: get_args(hint)[0] for name, hint in get_type_hints(Handlers).items()}
     found: dict[str, Any] = {}
     for handler in given:
         # The most derived class first: a union of two recipes is not also one of them.
-        name = next((name for name, known in _HANDLER_TYPES.items() if type(handler) is known), None)
-        name = name or next((name for name, known in _HANDLER_TYPES.items() if isinstance(handler, known)), None)
+        name = next((name for name, known in types.items() if type(handler) is known), None)
+        name = name or next((name for name, known in types.items() if isinstance(handler, known)), None)
         if name is None:
             raise WrongTypeError(
                 f"kwargs_handlers holds {handler!r}, which is not one of "
-                f"{', '.join(known.__name__ for known in _HANDLER_TYPES.values())}. Pass instances of these."
+                f"{', '.join(known.__name__ for known in types.values())}. Pass instances of these."
             )
         if name in found:
             raise ConfigurationError(
-                f"kwargs_handlers holds two {_HANDLER_TYPES[name].__name__}, and only one can be in force. Merge them."
+                f"kwargs_handlers holds two {types[name].__name__}, and only one can be in force. Merge them."
             )
         found[name] = handler
     recipe = next((name for name in _FP8_RECIPES if name in found), None)
     if recipe is not None and mixed_precision != "fp8":
         raise ConfigurationError(
-            f"A {_HANDLER_TYPES[recipe].__name__} was given with mixed_precision={mixed_precision!r}, which does not use "
+            f"A {types[recipe].__name__} was given with mixed_precision={mixed_precision!r}, which does not use "
             "it. Write mixed_precision='fp8' or leave the recipe out."
         )
     return Handlers(**found)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tests.support.resuming import real_samples
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
@@ -56,16 +57,6 @@ def group(make: Callable[[], Any], count: int, workers: int = 0, **options: Any)
         )
         for rank in range(count)
     ]
-
-
-def real_samples(loaders: list[Any], steps: int | None = None) -> list[int]:
-    seen: list[int] = []
-    for loader in loaders:
-        for number, batch in enumerate(loader, start=1):
-            seen += batch.tolist()[: loader.share.real]
-            if number == steps:
-                break
-    return seen
 
 
 def legs(make: Callable[[], Any], plan: list[tuple[int, int | None]], workers: int = 0, **options: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.resuming import real_samples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -57,17 +58,6 @@ def group(dataset: Any, count: int, **options: Any) -> list[Any]:
         prepare_data_loader(DataLoader(dataset, **loader_options), num_processes=count, process_index=rank, **options)
         for rank in range(count)
     ]
-
-
-def real_samples(loaders: list[Any], steps: int | None = None) -> list[int]:
-    """Read some steps on every rank and return what is real of them."""
-    seen: list[int] = []
-    for loader in loaders:
-        for number, batch in enumerate(loader, start=1):
-            seen += batch.tolist()[: loader.share.real]
-            if number == steps:
-                break
-    return seen
 
 
 @given(
