@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -74,12 +73,18 @@ class DataLoaderStateMixin:
     def begin(self) -> None:
         """Start a pass: reset the flags and make this the clock's active loader."""
         self.reset()
+        self.remainder = self._expected_remainder()
+        loader: Any = self
+        GradientState()._add_dataloader(loader)
+
+    def _expected_remainder(self) -> int:
+        """Return the real samples of an incomplete last batch by the lengths of loader and dataset, -1 if unknown."""
         loader: Any = self
         # Datasets without a length, loaders without a batch size: the remainder stays unknown.
         with suppress(Exception):
             if not self._drop_last:
-                self.remainder = loader.total_dataset_length % loader.total_batch_size
-        GradientState()._add_dataloader(loader)
+                return int(loader.total_dataset_length % loader.total_batch_size)
+        return -1
 
     def end(self) -> None:
         """End a pass: the clock forgets this loader."""
@@ -239,10 +244,10 @@ class DataLoaderAdapter:
         self.iteration = epoch
         if not any(loader is self for loader in GradientState().dataloader_references):
             self._finish()
-        self._forward_epoch()
+        self._forward_epoch(nested_samplers(self.base_dataloader))
 
-    def _forward_epoch(self) -> None:
-        for part in (*nested_samplers(self.base_dataloader), getattr(self.base_dataloader, "dataset", None)):
+    def _forward_epoch(self, samplers: list[Any]) -> None:
+        for part in (*samplers, getattr(self.base_dataloader, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.iteration)
 
@@ -268,7 +273,7 @@ class DataLoaderAdapter:
     def _start_progress(self, progress: EpochProgress, point: ResumePoint) -> None:
         self.epoch_progress = progress
         # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
-        is_resumed_again = self._num_readers > 0 and point.batches > 0
+        is_resumed_again = point.batches > 0 and self._num_readers > 0
         progress.torchdata_counts = point.start == 0 and not is_resumed_again and self.skipped_from is None
 
     def _start_reading(self, loader: Any) -> Iterator[Any]:
@@ -351,7 +356,7 @@ class DataLoaderAdapter:
                 seed.restore(base)
         point = ResumePoint.from_state_dict(own, self.iteration)
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
-            self._go_to(replace(point, batches=own.get("batches", 0), is_reached_by_torchdata=True))
+            self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))
             self.dl_state_dict = inner
             self.base_dataloader.load_state_dict(inner)
             return

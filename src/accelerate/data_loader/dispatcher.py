@@ -23,10 +23,9 @@ from accelerate.data_loader.channel import (
     SendingEnd,
     StepMessage,
 )
-from accelerate.data_loader.loader import skipped_by_samplers
 from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
-from accelerate.data_loader.samplers import data_shard, nested_samplers, outer_batch_sampler
+from accelerate.data_loader.samplers import data_shard, nested_samplers, outer_batch_sampler, skipped_batches
 from accelerate.runtime import current
 
 
@@ -100,7 +99,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._start_progress(progress, point)
         size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
         full = size // self._num_shards if size is not None and self.split_batches else size
-        self._forward_epoch()
+        self._forward_epoch(nested_samplers(self.base_dataloader))
         device = runtime.device if self.device is None else torch.device(self.device)
         if self._channel is None and runtime.world_size > 1:
             self._channel = SendingEnd(runtime.world_size) if runtime.rank == 0 else ReceivingEnd()
@@ -195,7 +194,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         batches = islice(self._start_reading(base), skipped, None)
         size = getattr(outer_batch_sampler(base), "batch_size", None) or 1
         is_there = source is not None or is_placed or point.is_reached_by_torchdata
-        consumed = (skipped_by_samplers(base) + skipped) * size + (point.samples if is_there else 0)
+        consumed = (skipped_batches(nested_samplers(base)) + skipped) * size + (point.samples if is_there else 0)
         assembler = StepAssembler(self._num_shards, per_step, self._drop_last, self.slice_fn is not None)
         saves = self._saves_state()
         for step in assembler.steps(batches, 0 if is_there else point.start, consumed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -25,6 +26,7 @@ from accelerate.data_loader.samplers import (
     copy_with_batch_sampler,
     nested_samplers,
     outer_batch_sampler,
+    skipped_batches,
 )
 
 _NOTHING: Any = object()
@@ -113,12 +115,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:
-        if self.rng_types is not None and not self._goes_on:
+        if self.rng_types and not self._goes_on:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         try:
-            source, progress, batches = self._open()
+            saves_state = self._saves_state()
+            source, progress, batches = self._open(saves_state)
             length = progress.num_batches
-            if length is None or self._saves_state() is not None:
+            if length is None or saves_state is not None:
                 yield from self._read_ahead(source, progress, batches)
                 return
             # The last of a known number of batches needs no look at the next. This loop is all that is done for a batch.
@@ -136,37 +139,44 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         finally:
             self.end()
 
-    def _open(self) -> tuple[DataSource, EpochProgress, Iterator[Any]]:
-        """Begin a pass: return where its data comes from, its count, and its batches."""
+    def _open(self, saves_state: Callable[[], Any] | None) -> tuple[DataSource, EpochProgress, Iterator[Any]]:
+        """Begin a pass: return where its data comes from, its count, and its batches, with their states if any."""
         point = self._begin_pass()
         base = self.base_dataloader
-        source = self._source
+        samplers = nested_samplers(base)
+        source = self._source_among(samplers)
         is_placed = self._place_dataset(point)
         plan, reader, dropped = source.open_pass(base, point, dataset_is_placed=is_placed)
         dropped += self.skip_batches
-        skipped = self.skip_batches + skipped_by_samplers(base) + point.batches
+        skipped = self.skip_batches + skipped_batches(samplers) + point.batches
         progress = EpochProgress(plan, skipped, point.batches, source.order)
         self._start_progress(progress, point)
-        self._forward_epoch()
+        self._forward_epoch(samplers)
         self.begin()
-        if plan.remainder is not None:
-            self.remainder = -1 if self._drop_last else plan.remainder
-        saves = self._saves_state()
         batches = self._start_reading(reader)
-        if saves is not None:
-            batches = _with_states(batches, saves)
+        if saves_state is not None:
+            batches = _with_states(batches, saves_state)
         if dropped:
             is_counted = plan.has_notes
             batches = _pass_over(batches, dropped, progress) if is_counted else islice(batches, dropped, None)
         return source, progress, batches
 
+    def _expected_remainder(self) -> int:
+        remainder = None if self.epoch_progress is None else self.epoch_progress.plan.remainder
+        if remainder is None:
+            return super()._expected_remainder()
+        return -1 if self._drop_last else remainder
+
     @property
     def _source(self) -> DataSource:
         """What the data comes from; it is looked up anew, because users exchange samplers."""
-        base = self.base_dataloader
-        for part in nested_samplers(base):
+        return self._source_among(nested_samplers(self.base_dataloader))
+
+    def _source_among(self, samplers: list[Any]) -> DataSource:
+        for part in samplers:
             if isinstance(part, DataSource):
                 return part
+        base = self.base_dataloader
         dataset = getattr(base, "dataset", None)
         if isinstance(dataset, DataSource) and not self.split_elsewhere:
             return dataset
@@ -236,11 +246,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return [source.num_processes, *super()._layout, self._num_readers]
 
 
-def skipped_by_samplers(loader: Any) -> int:
-    """Return how many of the first batches the samplers of a loader leave out."""
-    return sum(part.skip_batches for part in nested_samplers(loader) if isinstance(part, SkipBatchSampler))
-
-
+@functools.cache
 def _is_only_device(device: torch.device | None) -> bool:
     """Return whether there is no other place for a tensor in this process, so that none has to be moved."""
     return device is not None and device.type == "cpu" and not torch.accelerator.is_available()

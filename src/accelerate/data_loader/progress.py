@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate.data_loader.order import EpochOrder
@@ -22,8 +22,7 @@ class Position:
     samples: int = 0
 
 
-@dataclass(frozen=True)
-class ResumePoint:
+class ResumePoint(NamedTuple):
     """A position and how it was reached, which matters for data that cannot be indexed.
 
     Args:
@@ -208,8 +207,7 @@ class EpochProgress:
         )
         if position.samples == 0:
             return point
-        return replace(
-            point,
+        return point._replace(
             batches=self.resumed_batches + self.taken,
             workers=workers,
             streams=tuple(self._streams),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -150,6 +149,8 @@ class BatchSamplerShard(BatchSampler, DataSource):
         self.order = EpochOrder()
         self.epoch = 0
         self.start = 0
+        # The plan of a pass that was opened, until its iteration begins.
+        self._opened: RoundPlan | None = None
         self.observed = Observations()
 
     @property
@@ -186,8 +187,10 @@ class BatchSamplerShard(BatchSampler, DataSource):
         has_fixed_size = type(inner) is BatchSampler
         total = None
         if has_fixed_size:
-            with suppress(TypeError):
+            try:
                 total = len(inner.sampler)
+            except TypeError:  # a sampler without a length
+                total = None
         return (RoundPlan if has_fixed_size else VaryingRoundPlan)(
             total,
             self.batch_size,
@@ -203,18 +206,20 @@ class BatchSamplerShard(BatchSampler, DataSource):
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
         """Begin a pass: indices are passed over, no sample is read."""
         self.start, self.order.recorded = point.start, point.order
-        return OpenedPass(self.plan(point.start), loader)
+        self._opened = self.plan(point.start)
+        return OpenedPass(self._opened, loader)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.iterate(self.start)
+        return self.iterate()
 
-    def iterate(self, start: int = 0, skip: int = 0) -> Iterator[list[int]]:
-        """Yield the batches of a pass that begins after `start` global samples and `skip` of one's own batches."""
+    def iterate(self, skip: int = 0) -> Iterator[list[int]]:
+        """Yield the batches of a pass after the first `skip` of this process."""
         observed = self.observed = Observations()
-        plan = self.plan(start)
+        opened, self._opened = self._opened, None
+        plan = opened if opened is not None and opened.start == self.start else self.plan(self.start)
         if plan.is_observed:
             return islice(self._varying_batches(plan, observed), skip, None)
-        start += skip * plan.unit
+        start = plan.start + skip * plan.unit
         batches, first = self._fixed_batches(start, plan.unit)
         if not plan.is_exact:
             batches = _counted(batches, observed, start)
@@ -290,11 +295,16 @@ class SkipBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         inner, skip = self.batch_sampler, self.skip_batches
         if isinstance(inner, BatchSamplerShard):
-            return inner.iterate(inner.start, skip)
+            return inner.iterate(skip)
         if type(inner) is BatchSampler and skip:
             _, rest = head_and_rest(inner.sampler, 0, skip * inner.batch_size, EpochOrder(), 0)
             return _batched(rest, inner.batch_size, inner.drop_last)
         return islice(iter(inner), skip, None)
+
+
+def skipped_batches(samplers: list[Any]) -> int:
+    """Return how many of the first batches these samplers of a loader leave out."""
+    return sum(part.skip_batches for part in samplers if isinstance(part, SkipBatchSampler))
 
 
 class IndexShard(Sampler[int]):

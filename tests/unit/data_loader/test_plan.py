@@ -28,8 +28,8 @@ def test_shares_agree_with_batches(samples: int, batch_size: int, count: int, ev
     for rank in range(count):
         plan = RoundPlan(samples, batch_size, count, False, even, False, start, rank)
         shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(samples)), batch_size, False), count, rank)
-        shard.even_batches = even
-        for number, batch in enumerate(shard.iterate(start), start=1):
+        shard.even_batches, shard.start = even, start
+        for number, batch in enumerate(shard, start=1):
             share = plan.share(number)
             first = start + (number - 1) * plan.unit + rank * batch_size
             assert share.rows == len(batch)
@@ -53,9 +53,10 @@ def test_the_number_of_batches_is_known_in_advance(
     inner = BatchSampler(SequentialSampler(range(samples)), size, drop_last)
     for rank in range(count):
         shard = BatchSamplerShard(inner, count, rank, split, even)
+        shard.start = start
         plan = shard.plan(start)
         assert plan.is_exact
-        assert plan.num_batches == len(list(shard.iterate(start)))
+        assert plan.num_batches == len(list(shard))
 
 
 @given(total=st.integers(0, 60), parts=st.integers(1, 9))
