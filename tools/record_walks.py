@@ -61,7 +61,7 @@ GUIDES = {
         "Construction",
         "`Accelerator(...)`",
         12,
-        18,
+        17,
         "each of the four questions is answered by its registry and by the member that it finds, and each setting checks "
         "itself where it is declared.",
     ),

@@ -28,7 +28,7 @@ from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.config.plugins.training import ProjectConfiguration
 from accelerate.runtime import current
 from accelerate.runtime.atomic import make_stage
-from accelerate.runtime.runtime import Topology
+from accelerate.runtime.current import Topology
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

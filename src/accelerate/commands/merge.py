@@ -38,7 +38,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def merge_command(args: argparse.Namespace) -> None:
     """Merge, and say where the file is."""
-    from accelerate.checkpointing.merging import merge_fsdp_weights
+    from accelerate.checkpointing.sharded import merge_fsdp_weights
 
     merge_fsdp_weights(
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir

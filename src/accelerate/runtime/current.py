@@ -1,15 +1,19 @@
-"""The one home of mutable global state: the shared dictionaries behind the public state objects."""
+"""The facts of this process, and the one home of mutable global state: the dictionaries behind the public state objects."""
 
 from __future__ import annotations
 
 import linecache
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from accelerate.runtime.runtime import Runtime
+import torch
+
+from accelerate._base.errors import ConfigurationError
+from accelerate.devices.base import DeviceBackend
 
 T = TypeVar("T")
 
@@ -28,6 +32,53 @@ _NUMBERS = "_numbers"
 _MADE_AT = "_made_at"
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _CELL_MARKS = ("ipykernel_", "<ipython-input")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Rank and size of the run and of this machine's part of it.
+
+    Args:
+        source: What told the ranks ("torchrun", "Open MPI", ...), for messages.
+        init_method: Where the processes meet, if not through the environment.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    source: str = "none"
+    init_method: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.world_size and self.local_rank >= 0):
+            raise ConfigurationError(
+                f"{self.source} gave rank {self.rank!r}, world size {self.world_size!r} and local rank "
+                f"{self.local_rank!r}: a rank must lie between 0 and the world size. "
+                "Check the variables of the launcher, or start with `accelerate launch` or `torchrun`."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime(Topology):
+    """What a process knows of itself once it has started; it never changes.
+
+    Args:
+        group_backend: The backend of the process group, None when the process is alone.
+        checked: Whether collectives compare their arguments across ranks first.
+        reason: Why this device was chosen.
+    """
+
+    device: torch.device
+    backend: DeviceBackend
+    group_backend: str | None
+    checked: bool
+    reason: str
+    is_distributed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "is_distributed", self.world_size > 1)
 
 
 def active() -> Runtime | None:

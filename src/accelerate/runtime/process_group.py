@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from accelerate.config import env
 from accelerate.runtime import current
-from accelerate.runtime.runtime import Topology
+from accelerate.runtime.current import Topology
 from accelerate.runtime.torch_private import default_store
 
 _OPTIONS = "_group_options"

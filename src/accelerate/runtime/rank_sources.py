@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import machine
-from accelerate.runtime.runtime import Topology
+from accelerate.runtime.current import Topology
 
 _DEFAULT_PORT = 29500
 

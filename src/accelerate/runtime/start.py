@@ -16,7 +16,7 @@ from accelerate.config import env
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.runtime import current, process_group, rank_sources
-from accelerate.runtime.runtime import Runtime, Topology
+from accelerate.runtime.current import Runtime, Topology
 
 
 def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) -> Runtime:

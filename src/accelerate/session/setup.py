@@ -30,8 +30,8 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import formats as precisions
 from accelerate.precision.formats import Precision
 from accelerate.runtime import current
+from accelerate.runtime.current import Runtime
 from accelerate.runtime.gradient_clock import GradientState
-from accelerate.runtime.runtime import Runtime
 from accelerate.runtime.start import start
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import EngineRequest, Strategy, StrategyContext
@@ -304,11 +304,12 @@ def resolve_precision(mixed_precision: str | PrecisionType | None) -> Choice[str
         given = env.get("ACCELERATE_MIXED_PRECISION")
         reason = "ACCELERATE_MIXED_PRECISION is set" if given is not None else "no other precision was asked for"
     name = str(given if given is not None else "no").lower()
-    if name not in PrecisionType.list():
+    try:
+        return Choice(PrecisionType(name).value, reason)
+    except ValueError as error:
         raise ConfigurationError(
             f"mixed_precision={given!r} is not a number format. Write one of {', '.join(PrecisionType.list())}."
-        )
-    return Choice(name, reason)
+        ) from error
 
 
 def _sort_handlers(given: Sequence[KwargsHandler], mixed_precision: str) -> Handlers:

@@ -43,7 +43,7 @@ from accelerate.parallel.unwrap import (
 )
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.formats import Precision
-from accelerate.runtime.runtime import Runtime
+from accelerate.runtime.current import Runtime
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
-from accelerate.runtime.runtime import Runtime
+from accelerate.runtime.current import Runtime
 from accelerate.strategies.base import Capabilities, EngineRequest, Strategy
 
 

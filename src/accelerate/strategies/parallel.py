@@ -19,7 +19,7 @@ from accelerate.parallel.tensor import model_has_dtensor, plan_of, tensor_parall
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.scaler import SharedGradScaler
-from accelerate.runtime.runtime import Runtime
+from accelerate.runtime.current import Runtime
 from accelerate.runtime.torch_private import after_backward
 from accelerate.strategies import tools
 from accelerate.strategies.base import Capabilities, EngineRequest, Step, Strategy, StrategyContext

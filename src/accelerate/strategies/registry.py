@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.runtime.runtime import Runtime
+from accelerate.runtime.current import Runtime
 from accelerate.strategies.base import EngineRequest, Strategy
 from accelerate.strategies.ddp import DDPStrategy
 

@@ -1,4 +1,4 @@
-from accelerate.checkpointing.merging import merge_fsdp_weights as merge_fsdp_weights
+from accelerate.checkpointing.sharded import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.config.plugins.fsdp import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )

@@ -19,7 +19,7 @@ from accelerate.checkpointing.snapshot import Snapshot
 from accelerate.checkpointing.state import PendingSave, RankGroup, StagedSave
 from accelerate.collectives.base import SoloCommunicator
 from accelerate.runtime.atomic import make_stage
-from accelerate.runtime.runtime import Topology
+from accelerate.runtime.current import Topology
 
 
 def solo(each_node: bool = False) -> RankGroup:

@@ -10,7 +10,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.config.env import clear_environment, patch_environment
 from accelerate.devices import machine
 from accelerate.runtime import rank_sources
-from accelerate.runtime.runtime import Topology
+from accelerate.runtime.current import Topology
 from accelerate.utils.environment import CPUInformation, get_cpu_distributed_information
 
 SLURM = {

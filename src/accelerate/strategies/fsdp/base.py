@@ -19,7 +19,7 @@ from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.offload.tensors import find_tied_parameters
 from accelerate.parallel.compile import checkpoint_blocks, compile_regions_fsdp2, has_repeated_blocks
 from accelerate.parallel.unwrap import extract_model_from_parallel, inner_block, plain_name
-from accelerate.runtime.runtime import Runtime
+from accelerate.runtime.current import Runtime
 from accelerate.runtime.torch_private import held_back_gradients
 from accelerate.strategies import tools
 from accelerate.strategies.base import Capabilities, EngineRequest, Step, Strategy, StrategyContext
