@@ -101,3 +101,28 @@ def test_other_words_and_categories_show() -> None:
         warn_once("one")
         warn_once("two", FutureWarning)
     assert [entry.category for entry in seen] == [UserWarning, FutureWarning]
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "warns"),
+    [
+        ("Linux", "4.19.0-25-amd64", True),
+        ("Linux", "5.5.0", False),
+        ("Linux", "6.1.0+deb12", False),
+        ("Linux", "vendor", False),
+        ("Darwin", "4.0", False),
+    ],
+)
+def test_an_old_kernel_is_named(monkeypatch: pytest.MonkeyPatch, system: str, release: str, warns: bool) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.release", lambda: release)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        helpers.check_os_kernel()
+    assert [str(entry.message).partition(";")[0] for entry in caught] == (
+        ["This machine runs Linux kernel 4.19.0"] if warns else []
+    )
+
+
+def test_a_choice_shows_its_reason() -> None:
+    assert str(helpers.Choice("bf16", "it was asked for")) == "bf16 (it was asked for)"

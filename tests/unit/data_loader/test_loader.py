@@ -230,6 +230,13 @@ def test_skipping_in_iterables(options: dict[str, Any]) -> None:
     assert [(batch.tolist(), skipping.position.samples) for batch in skipping] == [([4, 5], 6), ([6], 0)]
 
 
+def test_the_sampler_can_be_exchanged() -> None:
+    loader = prepare_data_loader(DataLoader(range(6), batch_size=2), num_processes=2, process_index=1)
+    assert type(loader.get_sampler()) is SequentialSampler
+    loader.set_sampler(SequentialSampler(range(4)))
+    assert [batch.tolist() for batch in loader] == [[2, 3]]
+
+
 def test_skipping_in_plain_loaders() -> None:
     class Own(DataLoader):
         pass
@@ -240,6 +247,8 @@ def test_skipping_in_plain_loaders() -> None:
     assert len(mapped) == 2
     streamed = skip_first_batches(DataLoader(Stream(), batch_size=2), 3)
     assert type(streamed) is SkipDataLoader
+    counted = SkipDataLoader(list(range(7)), skip_batches=1, batch_size=2)
+    assert (len(counted), counted.total_batch_size, counted.total_dataset_length) == (3, 2, 7)
     assert [batch.tolist() for batch in streamed] == [[6]]
     with pytest.raises(ValueError, match="num_batches=-1"):
         skip_first_batches(mapped, -1)

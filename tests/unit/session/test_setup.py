@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate._base.enums import FP8BackendType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
-from accelerate.config.plugins.quantization import MSAMPRecipeKwargs
+from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs
 from accelerate.config.plugins.training import (
     AutocastKwargs,
     GradientAccumulationPlugin,
@@ -19,9 +20,9 @@ from accelerate.config.plugins.training import (
     TorchDynamoPlugin,
 )
 from accelerate.runtime import current
-from accelerate.session.setup import RunSettings, resolve_precision, start_run
+from accelerate.session.setup import Handlers, RunSettings, resolve_precision, start_run
 from accelerate.state import AcceleratorState
-from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
+from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (
@@ -61,7 +62,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 def test_arguments_that_contradict(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Accelerator(**arguments)
-    assert current.active() is None  # it was judged before anything was started
+    assert current.active() is None  # it was refused before anything was started
 
 
 @pytest.mark.parametrize("handler", ["text", object(), AutocastKwargs])
@@ -137,3 +138,30 @@ def test_the_state_of_a_run_is_a_view_on_it() -> None:
     assert state.__dict__ is current.ACCELERATOR
     assert state.mixed_precision == accelerator.mixed_precision
     assert state.device == accelerator.device == current.runtime().device
+
+
+def test_the_launcher_decides_on_accumulation_and_says_so() -> None:
+    with (
+        patch_environment(accelerate_gradient_accumulation_steps="4"),
+        pytest.warns(UserWarning, match="gradient_accumulation_steps=2 was given.*=4 is set by the launcher and wins"),
+    ):
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+    assert accelerator.gradient_accumulation_steps == 4
+
+
+def test_a_recipe_says_which_library_computes_in_fp8() -> None:
+    assert Handlers().fp8_backend is FP8BackendType.NO
+    assert Handlers(ao_recipe_handler=AORecipeKwargs()).fp8_backend is FP8BackendType.AO
+    assert Handlers(msamp_recipe_handler=MSAMPRecipeKwargs()).fp8_backend is FP8BackendType.MSAMP
+    with pytest.warns(FutureWarning, match="FP8RecipeKwargs is deprecated"):
+        older = FP8RecipeKwargs(backend="MSAMP")
+    assert Handlers(fp8_recipe_handler=older).fp8_backend is FP8BackendType.MSAMP
+
+
+def test_the_older_form_of_tensor_parallelism_becomes_an_axis() -> None:
+    plugin = TorchTensorParallelPlugin(tp_size=1)
+    with pytest.warns(FutureWarning, match=r"ParallelismConfig\(tp_size=\.\.\.\)"):
+        accelerator = Accelerator(torch_tp_plugin=plugin)
+    assert accelerator.parallelism_config is not None
+    assert accelerator.parallelism_config.tp_size == 1
+    assert accelerator.state.torch_tp_plugin is plugin
