@@ -80,7 +80,7 @@ class _Attempt:
         if should_reduce_batch_size(error):
             return _End.OUT_OF_MEMORY
         # Before a rank has hung up no other can break a collective, and one that breaks is a RuntimeError.
-        if self.ran_out or (self.hung_up and isinstance(error, RuntimeError)):
+        if self.ran_out or (self.connections_closed and isinstance(error, RuntimeError)):
             return _End.INTERRUPTED
         return _End.FAILED
 
@@ -96,9 +96,9 @@ class _Attempt:
         return self._count("out_of_memory") > 0
 
     @property
-    def hung_up(self) -> bool:
+    def connections_closed(self) -> bool:
         """Return whether any rank broke the process group."""
-        return self._count("hung_up") > 0
+        return self._count("closed") > 0
 
     @property
     def failure(self) -> str | None:
@@ -109,7 +109,7 @@ class _Attempt:
         """Free the ranks that wait for this one in a collective; False where the group cannot be made anew."""
         if not process_group.can_remake():
             return False
-        self.store.add(self._key("hung_up"), 1)  # before it happens: who gets an error looks here
+        self.store.add(self._key("closed"), 1)  # before it happens: who gets an error looks here
         process_group.close_connections()
         return True
 
@@ -134,7 +134,7 @@ class _Attempt:
         self.store.add(self._key("settled"), 1)
         while self._count("settled") < self.world_size:
             time.sleep(_POLL_SECONDS)
-        if self.hung_up:
+        if self.connections_closed:
             process_group.remake()
 
 
@@ -295,7 +295,7 @@ def _settle(attempt: _Attempt, end: _End) -> None:
     if end is not _End.FAILED:
         gc.collect()
     # Once one has hung up there is nothing to save, and a third rank may wait for this one.
-    is_complete = attempt.wait(0 if attempt.hung_up else _PATIENCE_SECONDS)
+    is_complete = attempt.wait(0 if attempt.connections_closed else _PATIENCE_SECONDS)
     if not is_complete:
         # An error is not kept back for the sake of a rank that may compute for hours, or that nothing can free.
         grace = _GRACE_SECONDS if attempt.close_connections() else 0.0

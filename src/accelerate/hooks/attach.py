@@ -205,7 +205,7 @@ def first_accelerator(device_map: Mapping[str, Place]) -> Place:
 
 
 def _offloaded_places(main: Place) -> set[str]:
-    """Return the places whose weights visit the main device: not the CPU, if that device computes in its memory."""
+    """Return the places whose weights are brought to the main device: not the CPU, if that device computes in its memory."""
     kind = as_device(main).type
     if kind == HOST:
         return {DISK}

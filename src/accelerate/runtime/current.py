@@ -39,8 +39,8 @@ class Topology:
     """Rank and size of the run and of this machine's part of it.
 
     Args:
-        source: What told the ranks ("torchrun", "Open MPI", ...), for messages.
-        init_method: Where the processes meet, if not through the environment.
+        source: What gave the ranks ("torchrun", "Open MPI", ...), for messages.
+        init_method: Where the processes meet (rendezvous), if not through the environment.
     """
 
     rank: int = 0

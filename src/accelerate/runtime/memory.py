@@ -1,4 +1,4 @@
-"""Give memory back and recognise that it ran out."""
+"""Give memory back, and detect that it ran out."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def detect() -> Topology:
 
 
 def publish(topology: Topology) -> None:
-    """Write ranks and meeting point where `torch.distributed` looks for them, keeping what is already there.
+    """Write ranks and rendezvous where `torch.distributed` looks for them, keeping what is already there.
 
     Raises:
         ConfigurationError: If the run spans machines and nothing says where they meet.

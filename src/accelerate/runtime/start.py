@@ -68,10 +68,10 @@ def _existing_group() -> Topology | None:
     """Take ranks from a process group that the program made itself."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    told = rank_sources.detect()
+    found = rank_sources.detect()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (told.rank, told.world_size) == (rank, world_size):
-        return told
+    if (found.rank, found.world_size) == (rank, world_size):
+        return found
     return Topology(rank, world_size, rank, world_size, "the process group of the program")
 
 

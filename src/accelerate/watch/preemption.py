@@ -34,7 +34,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class Preemption:
     """Listen for SIGTERM and SIGUSR1, and say at each step whether all processes are to stop.
 
-    Handlers that were there before are called too. The launcher is told that this process listens, so that it hands
+    Handlers that were there before are called too. The launcher learns that this process listens, so that it hands
     signals on and waits, instead of ending everything.
     """
 
@@ -49,7 +49,7 @@ class Preemption:
         if runtime.is_distributed:
             number = current.next_number("preemption")
             self._agreement = Agreement(
-                process_group.store(), runtime.rank, runtime.world_size, self._wish, f"preemption/{number}"
+                process_group.store(), runtime.rank, runtime.world_size, self._stop_reason, f"preemption/{number}"
             )
 
     @property
@@ -96,7 +96,7 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A process that was forked from this one, such as a worker of a loader, ends when it is told to; a request
+            # A process that was forked from this one, such as a worker of a loader, ends at SIGTERM; a request
             # for the whole group is not meant for it.
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
@@ -107,7 +107,7 @@ class Preemption:
         if callable(before):
             before(number, frame)
 
-    def _wish(self) -> str | None:
+    def _stop_reason(self) -> str | None:
         received = self._received
         return None if received is None else f"Rank {self._rank} got {received.name}"
 
@@ -120,21 +120,23 @@ class Agreement:
     """One decision of all ranks, made through the store where they met.
 
     A thread of every rank looks into the store. A rank that wants to stop writes so; the thread of each rank then
-    notes the last step to which its program was told to go on, and from there on its program is told nothing more
+    notes the last step at which its program was let go on, and from there on its program gets no answer
     before the decision is known. The last thread to note decides: one step after the latest of these. So no rank has
     passed the step that was decided, all reach it, and a rank that is busy elsewhere holds nobody up, because its
     thread answers for it.
 
     Args:
         store: The key-value store of the process group.
-        wish: Why this rank wants to stop, None while it does not.
+        stop_reason: Returns why this rank wants to stop, None while it does not.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, wish: Callable[[], str | None], name: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, stop_reason: Callable[[], str | None], name: str
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._wish = wish
+        self._stop_reason = stop_reason
         self._name = name
         self._interval = max(_POLL_SECONDS, world_size * _POLL_SECONDS_A_RANK)
         # Both are written by one thread and read by the other, each its own first, so that one of them sees the other.
@@ -155,10 +157,10 @@ class Agreement:
             UsageError: If a rank takes no part in the decision.
         """
         if self._decided is None:
-            was_told = step <= self._last
+            was_answered = step <= self._last
             self._last = max(step, self._last)
-            # What was said of a step once stays so: an evaluation that asks again does not wait for the others.
-            if not self._is_open or was_told:
+            # An answer for a step stays the same: an evaluation that asks again does not wait for the others.
+            if not self._is_open or was_answered:
                 return False
             self._await_decision()
         return self._decided is not None and step >= self._decided
@@ -188,21 +190,21 @@ class Agreement:
     def _look(self) -> None:
         store = self._store
         if not self._is_open:
-            wish = self._wish()
-            if wish is not None:
-                store.set(self._key("wish"), wish)
-            elif not store.check([self._key("wish")]):
+            reason = self._stop_reason()
+            if reason is not None:
+                store.set(self._key("reason"), reason)
+            elif not store.check([self._key("reason")]):
                 return
             self._is_open = True
-            store.set(self._key(f"told/{self._rank}"), str(self._last))
+            store.set(self._key(f"last/{self._rank}"), str(self._last))
             if int(store.add(self._key("answers"), 1)) == self._world_size:
-                told = [int(store.get(self._key(f"told/{rank}"))) for rank in range(self._world_size)]
-                store.set(self._key("step"), str(max(told) + 1))
+                steps = [int(store.get(self._key(f"last/{rank}"))) for rank in range(self._world_size)]
+                store.set(self._key("step"), str(max(steps) + 1))
         if store.check([self._key("step")]):
             step = int(store.get(self._key("step")))
             if self._rank == 0:
-                why = store.get(self._key("wish")).decode()
-                _LOG.warning("%s: all processes stop at step %d.", why, step)
+                reason = store.get(self._key("reason")).decode()
+                _LOG.warning("%s: all processes stop at step %d.", reason, step)
             self._decided = step
             self._settled.set()
 
@@ -211,7 +213,7 @@ class Agreement:
             return
         missing = []
         with suppress(RuntimeError):
-            missing = [r for r in range(self._world_size) if not self._store.check([self._key(f"told/{r}")])]
+            missing = [r for r in range(self._world_size) if not self._store.check([self._key(f"last/{r}")])]
         raise UsageError(
             f"This process is to stop and waited {_SECONDS_TO_ANSWER:.0f} s for rank(s) {missing}, which have not read "
             "`accelerator.should_stop` or are gone. Every process must read it, at the same steps."

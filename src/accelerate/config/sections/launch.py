@@ -211,7 +211,7 @@ class DistributedOptions(LaunchSection):
         help="How the machines meet: static, c10d or etcd.",
         ask=Ask("How the machines meet", choices=("static", "c10d", "etcd"), only_if=_needs_address),
     )
-    rdzv_conf: str = knob("", help="Options of the meeting, as `key=value,key=value`.", yaml="")
+    rdzv_conf: str = knob("", help="Options of the rendezvous, as `key=value,key=value`.", yaml="")
     max_restarts: int = knob(0, help="How often the workers are started anew after a failure.", yaml="")
     auto_resume: bool = knob(
         False,
