@@ -226,7 +226,7 @@ def _check_file(script: Path) -> None:
 
 def check_sagemaker(config: RunConfig) -> None:
     """Refuse a file that describes a job of Amazon SageMaker."""
-    if config.file is not None and _is_sagemaker(config):
+    if config.file is not None and config.file.sagemaker is not None:
         raise sagemaker_job(str(config.file.path))
 
 

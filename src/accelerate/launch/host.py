@@ -80,7 +80,7 @@ class Host:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
-        except OSError:
+        except (OSError, UnicodeError):  # a name such as `10.0..1` cannot even be encoded
             return None
 
     def interface_of(self, address: str) -> str | None:

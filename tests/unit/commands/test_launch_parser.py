@@ -26,6 +26,17 @@ def test_arguments_of_the_script_are_left_alone(words: list[str], rest: list[str
     assert (options.training_script, options.training_script_args) == ("train.py", rest)
 
 
+def test_a_programs_own_option_with_several_values_is_left_to_argparse() -> None:
+    parser = launch_command_parser()
+    parser.add_argument("--tags", nargs="+")
+    options = parser.parse_args(["--tags", "a", "b", "--cpu", "train.py", "--lr", "1"])
+    assert (options.tags, options.training_script, options.training_script_args) == (
+        ["a", "b"],
+        "train.py",
+        ["--lr", "1"],
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

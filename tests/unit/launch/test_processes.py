@@ -1,0 +1,104 @@
+"""Commands below the launcher: their exit codes, their signals, and what is told of a failure."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import pytest
+
+from accelerate._base.constants import PREEMPTED_EXIT_CODE
+from accelerate._base.errors import ConfigurationError
+from accelerate.launch import run
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.processes import Shutdown, run_command
+
+
+def run_shell(folder: Path, commands: str) -> int:
+    plan = LaunchPlan("spawn_command", ("mpirun", "train.py"), {}, launcher="mpirun", seconds_to_end=60)
+    return run_command(plan, ("/bin/sh", "-c", commands), {"WORD": "given"}, str(folder))
+
+
+def test_the_exit_code_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_shell(tmp_path, '[ "$WORD" = given ]') == 0
+    assert capsys.readouterr().err == ""
+    assert run_shell(tmp_path, "exit 7") == 7
+    assert capsys.readouterr().err == "\nmpirun: `mpirun` ended with exit code 7; its own lines above say why.\n"
+    assert run_shell(tmp_path, "kill -KILL $$") == 137
+    assert "`mpirun` ended with SIGKILL" in capsys.readouterr().err
+
+
+def test_a_script_that_stopped_to_go_on_later_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_shell(tmp_path, f"exit {PREEMPTED_EXIT_CODE}") == PREEMPTED_EXIT_CODE
+    assert capsys.readouterr().err == ""
+
+
+def test_the_worker_that_left_a_record_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        (tmp_path / "failures" / str(rank)).mkdir(parents=True)
+    extra = {"py_callstack": "ValueError: broken", "timestamp": "12", "precise_timestamp": 12.5}
+    record = tmp_path / "failures" / "1" / "error.json"
+    record.write_text(json.dumps({"message": {"message": "E", "extraInfo": extra}}))
+    assert run_shell(tmp_path, "exit 1") == 1
+    told = capsys.readouterr().err
+    assert "rank 1 of 2 failed" in told
+    assert told.endswith("ValueError: broken\n")
+
+
+def _signal_when_waiting(ready: Path, number: signal.Signals) -> None:
+    """Send the main thread a signal once the command is ready and the main thread waits for it."""
+    main = threading.main_thread().ident
+    assert main is not None
+    pause = threading.Event()
+    while True:
+        frames = traceback.extract_stack(sys._current_frames()[main])
+        if ready.exists() and any(frame.name == "wait" for frame in frames):
+            return signal.pthread_kill(main, number)
+        pause.wait(0.001)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_reaches_the_command(
+    tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    ready, heard = tmp_path / "ready", tmp_path / "heard"
+    thread = threading.Thread(target=_signal_when_waiting, args=(ready, number), daemon=True)
+    thread.start()
+    name = number.name.removeprefix("SIG")
+    # A shell runs its handler between two commands.
+    commands = f"trap 'touch {heard}; exit 3' {name}; touch {ready}; while [ -e {ready} ]; do sleep 0.01; done"
+    assert run_shell(tmp_path, commands) == 128 + number
+    thread.join()
+    assert heard.exists()
+    assert f"accelerate launch: {number.name}, ending the workers; again ends them at once" in capsys.readouterr().err
+    assert signal.getsignal(number) is before
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    plan = LaunchPlan("exec", ("no-such-program", "x"), {})
+    told = r"'no-such-program' cannot be started: No such file.*Install it .*--explain"
+    with pytest.raises(ConfigurationError, match=told):
+        run(plan, in_place=True)
+    with pytest.raises(ConfigurationError, match=told):
+        run_command(plan, plan.argv, {}, str(tmp_path))
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def enter() -> None:
+        with Shutdown(1.0).handlers(lambda number: KeyboardInterrupt()):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
