@@ -94,6 +94,21 @@ def test_tpu() -> None:
     assert (environment["XLA_USE_BF16"], environment["XLA_DOWNCAST_BF16"]) == ("0", "1")
 
 
+def test_tpu_with_debugging() -> None:
+    args = parsed("--debug")
+    assert prepare_tpu(args, {})[1]["ACCELERATE_DEBUG_MODE"] == "true"
+
+
+def test_a_command_that_needs_files_beside_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    args = parsed("--cpu", "--num_processes", "4", "--num_machines", "2", "--mpirun_hostfile", "first,second")
+    with pytest.raises(ConfigurationError, match=r"MPI launcher needs files beside its command.*Call launch_command"):
+        prepare_simple_launcher_cmd_env(args)
+
+
 def test_small_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_PATHS", "/a:/b")
     assert env_var_path_add("SOME_PATHS", "/c") == "/a:/b:/c"

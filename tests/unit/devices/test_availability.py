@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from accelerate._base.enums import DistributedType
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.devices import nvidia, registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.devices.machine import Machine, link_variables
@@ -124,3 +129,105 @@ def test_fp8_capability_follows_the_device() -> None:
     assert nvidia.check_cuda_fp8_capability() is (
         torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     )
+
+
+# --- cores near a device ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Note the cores that this process would be pinned to."""
+    seen: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: seen.append(list(cores)), raising=False)
+    return seen
+
+
+@pytest.mark.parametrize("uuid", ["4f1a", "GPU-4f1a"])
+def test_a_process_is_pinned_to_the_cores_near_its_nvidia_device(
+    pinned: list[list[int]], monkeypatch: pytest.MonkeyPatch, uuid: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml = Mock()
+    nvml.nvmlDeviceGetCpuAffinity.return_value = [0b1010, 0b1]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid, index=index))
+    nvidia.set_numa_affinity.cache_clear()
+    with caplog.at_level("INFO"):
+        nvidia.set_numa_affinity(1, verbose=True)
+        nvidia.set_numa_affinity(1, verbose=True)  # once is enough
+    assert pinned == [[1, 3, 64]]
+    nvml.nvmlDeviceGetHandleByUUID.assert_called_once_with("GPU-4f1a")
+    nvml.nvmlShutdown.assert_called_once_with()
+    assert "Process 1 is pinned to the cores" in caplog.text
+    nvidia.set_numa_affinity.cache_clear()
+
+
+def test_a_driver_that_names_no_core_changes_nothing(pinned: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = Mock()
+    smi.amdsmi_get_processor_handles.return_value = ["first", "second"]
+    smi.amdsmi_topo_get_numa_node_number.return_value = 4096  # a node that no machine has
+    monkeypatch.setitem(sys.modules, "amdsmi", smi)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    nvidia.override_numa_affinity(1)
+    smi.amdsmi_topo_get_numa_node_number.assert_called_once_with("second")
+    smi.amdsmi_shut_down.assert_called_once_with()
+    assert pinned == []
+
+
+def test_a_driver_without_devices_has_no_version(driver: Path) -> None:
+    Path(f"{driver}.versions").write_text("\n")
+    with pytest.raises(UsageError, match=r"`nvidia-smi` lists no device.*Install the driver"):
+        nvidia.get_driver_version()
+
+
+# --- Gaudi ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gaudi(DeviceBackend):
+    """One Gaudi, whose driver fails where `count` is below zero."""
+
+    count: int = 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        if self.count < 0:
+            raise RuntimeError("synInitialize failed")
+        return self.count
+
+
+@pytest.fixture
+def gaudi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(registry._BACKENDS, "hpu", Gaudi("hpu", DistributedType.MULTI_HPU, "hccl"))
+    monkeypatch.setitem(registry._BACKENDS, "npu", Gaudi("npu", DistributedType.MULTI_NPU, "hccl", count=-1))
+    registry._is_available.cache_clear()
+    yield
+    registry._is_available.cache_clear()
+
+
+@pytest.mark.parametrize(("device_type", "first"), [("synDeviceGaudi", True), ("synDeviceGaudi2", False)])
+def test_the_first_gaudi_has_no_fp16(
+    gaudi: None, monkeypatch: pytest.MonkeyPatch, device_type: str, first: bool
+) -> None:
+    names = SimpleNamespace(synDeviceGaudi="synDeviceGaudi")
+    experimental = SimpleNamespace(_get_device_type=lambda: device_type, synDeviceType=names)
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.utils.experimental", experimental)
+    assert registry.is_habana_gaudi1() is first
+    assert registry.is_fp16_available() is not first
+
+
+def test_the_collectives_of_a_gaudi_are_loaded_where_they_are_asked_for(
+    gaudi: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert registry.is_hpu_available()
+    with pytest.raises(ModuleNotFoundError, match="habana_frameworks"):
+        registry.is_hpu_available(init_hccl=True)
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.distributed.hccl", Mock())
+    assert registry.is_hpu_available(init_hccl=True)
+
+
+def test_a_driver_that_fails_has_no_device(gaudi: None) -> None:
+    assert registry.is_npu_available()
+    assert not registry.is_npu_available(check_device=True)

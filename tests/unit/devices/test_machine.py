@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +56,32 @@ def test_the_processor_in_amds_list_does_not_count(tmp_path: Path) -> None:
     assert (detect({}, root=tmp_path).device_type, detect({}, root=tmp_path).device_count) == ("cuda", 2)
 
 
+def test_a_node_in_amds_list_that_cannot_be_read_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "sys/class/kfd/kfd/topology/nodes/0/properties").mkdir(parents=True)
+    assert detect({}, root=tmp_path).device_type != "cuda"
+
+
+def test_the_accelerator_of_apple_is_known_by_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="arm64"))
+    assert (detect({}, root=tmp_path).device_type, detect({}, root=tmp_path).device_count) == ("mps", 1)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="x86_64"))
+    assert detect({}, root=tmp_path).device_type == "cpu"
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="device files go before the tool")
+@pytest.mark.parametrize(
+    ("commands", "count"), [("echo 'GPU 0: A'\necho 'GPU 1: A'", 2), ("echo 'GPU 0: A'\nexit 9", 0), ("kill $$", 0)]
+)
+def test_a_vendors_tool_is_asked_where_there_are_no_device_files(tmp_path: Path, commands: str, count: int) -> None:
+    program = make(tmp_path, "nvidia-smi") / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{commands}\n")
+    program.chmod(0o755)
+    found = detect({"PATH": str(tmp_path)})
+    assert found.device_count == count
+    assert (found.device_type == "cuda") is bool(count)
+
+
 @pytest.mark.parametrize(
     ("path", "device"),
     [
@@ -93,3 +122,13 @@ def test_ports() -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         assert is_port_in_use(listener.getsockname()[1])
+
+
+def test_the_system_picks_a_port_where_those_that_were_drawn_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", get_free_port()))
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(os, "urandom", lambda count: (taken - 20_000).to_bytes(count, "big"))
+        port = get_free_port()
+        assert port != taken
+        assert not is_port_in_use(port)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -254,3 +257,104 @@ def test_a_package_brings_its_hardware_by_an_entry_point(installed_plugin: None)
     assert registry.all_backends()[0].type == "warp"
     assert registry.get("warp").label is DistributedType.MULTI_MUSA
     assert registry.default().value is registry.get("warp")
+
+
+# --- the defaults, which go through `torch.<type>` --------------------------------------------------------------------
+
+
+@pytest.fixture
+def warp_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Give torch a module for a device type, as a vendor's package does."""
+    module = ModuleType("torch.warp")
+    monkeypatch.setattr(torch, "warp", module, raising=False)
+    return module
+
+
+WARP = DeviceBackend("warp", DistributedType.MULTI_MUSA, "gloo")
+
+
+def test_the_module_of_a_device_does_the_work(warp_module: ModuleType) -> None:
+    vendor = Mock()
+    vendor.device_count.return_value = 2
+    vendor.get_rng_state.return_value = "state"
+    vendor.is_initialized.return_value = True
+    names = "device_count is_initialized set_device synchronize empty_cache get_rng_state set_rng_state manual_seed_all"
+    vars(warp_module).update({name: getattr(vendor, name) for name in names.split()})
+    assert (WARP.device_count(), WARP.context_exists(), WARP.is_fork_safe()) == (2, True, True)
+    vendor.reset_mock()
+    device = torch.device("meta:1")
+    WARP.set_device(device)
+    WARP.set_device(torch.device("meta"))  # no index, nothing to choose
+    WARP.synchronize()
+    WARP.empty_cache()
+    WARP.manual_seed_all(3)
+    assert WARP.get_rng_states() == "state"  # the vendor has no call for all devices
+    WARP.set_rng_states("saved")
+    assert vendor.mock_calls == [
+        call.set_device(device),
+        call.synchronize(),
+        call.empty_cache(),
+        call.manual_seed_all(3),
+        call.get_rng_state(),
+        call.set_rng_state("saved"),
+    ]
+
+
+def test_random_states_of_all_devices_fit_another_number_of_devices(warp_module: ModuleType) -> None:
+    vendor = Mock()
+    vendor.device_count.return_value = 2
+    for name in ("device_count", "get_rng_state_all", "set_rng_state_all", "set_rng_state"):
+        vars(warp_module)[name] = getattr(vendor, name)
+    assert WARP.get_rng_states() is vendor.get_rng_state_all.return_value
+    for states in (["a", "b"], ["a", "b", "c"], []):
+        WARP.set_rng_states(states)
+    assert vendor.set_rng_state_all.mock_calls == [call(["a", "b"])]
+    assert vendor.set_rng_state.mock_calls == [call("a")]
+
+
+def test_what_a_module_lacks_is_left_out(warp_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Mock()
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen)
+    WARP.set_device(torch.device("meta:1"))
+    chosen.assert_called_once_with(1)
+    WARP.synchronize()
+    WARP.empty_cache()
+    WARP.manual_seed_all(3)
+    WARP.set_rng_states("saved")
+    assert (WARP.get_rng_states(), WARP.context_exists(), WARP.is_available()) == (None, False, False)
+
+
+def test_the_package_of_a_vendor_is_imported_and_teaches_torch(
+    warp_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch, "warp")
+    (tmp_path / "torch_warp.py").write_text(
+        "import sys, torch\ntorch.warp = type(sys)('torch.warp')\ntorch.warp.is_available = lambda: True\n"
+    )
+    backend = DeviceBackend("warp", DistributedType.MULTI_MUSA, "gloo", package="torch_warp")
+    assert not backend.is_available()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert backend.is_available()
+    sys.modules.pop("torch_warp")
+
+
+def test_metal_has_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = Mock()
+    monkeypatch.setattr(torch.mps, "manual_seed", seeded)
+    metal = registry.get("mps")
+    metal.manual_seed_all(5)
+    seeded.assert_called_once_with(5)
+    assert (metal.device_count(), metal.device(3)) == (1, torch.device("mps"))
+
+
+def test_amds_runtime_does_not_survive_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, safe in ((None, True), ("6.4", False)):
+        monkeypatch.setattr(torch.version, "hip", version)
+        assert registry.get("cuda").is_fork_safe() is safe
+
+
+def test_hardware_that_only_torch_knows_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    choice = registry.default()
+    assert (choice.value.type, choice.reason) == ("meta", "torch.accelerator reports 'meta'")

@@ -104,3 +104,19 @@ def test_records(tmp_path: Path) -> None:
 def test_exit_codes() -> None:
     assert exit_code_of(failure(0, 1.0, 7)) == 7
     assert exit_code_of(failure(0, 1.0, -9)) == 137
+
+
+def test_ways_to_end_without_a_text() -> None:
+    told = report([failure(0, 1.0, 4, "")], 1, NOTHING)
+    assert "exit code 4" in told
+    assert "It left no traceback: what it printed above is all there is." in told
+    # Python has no name for most real-time signals.
+    told = report([failure(0, 1.0, -40, "")], 1, NOTHING)
+    assert "signal 40" in told
+    assert exit_code_of(failure(0, 1.0, -40, "")) == 168
+
+
+def test_a_kill_that_only_the_machine_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutOfMemoryKills, "now", classmethod(lambda cls: cls(control_group=2, machine=6)))
+    evidence = OutOfMemoryKills(control_group=2, machine=5).evidence_since(1)
+    assert evidence == "the kernel counted a kill for lack of memory: oom_kill 5 -> 6"

@@ -255,6 +255,18 @@ def test_mpirun_that_is_not_there() -> None:
         plan_of(facts={"mpi_version": lambda program: "my own"}, cpu=True, mpirun_hostfile="a")
 
 
+def test_a_hostfile_without_a_host(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# none\n\n")
+    with pytest.raises(ConfigurationError, match=r"The hostfile 'hosts' names no host.*Write one host a line"):
+        plan_of(cpu=True, num_processes=4, num_machines=2, mpirun_hostfile="hosts")
+
+
+def test_mpirun_starts_a_program_as_it_is() -> None:
+    plan = plan_of(cpu=True, num_processes=2, mpirun_hostfile="a", no_python=True, script="run.sh", arguments=["x"])
+    assert plan.argv[-2:] == ("run.sh", "x")
+    assert WORKER not in plan.argv
+
+
 def test_inside_mpirun() -> None:
     around = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     plan = plan_of(environment=around, cpu=True, detected={"num_processes": 1})
@@ -368,6 +380,11 @@ def test_deepspeed_on_machines(given: dict[str, Any], middle: tuple[str, ...]) -
     assert "ACCELERATE_USE_DEEPSPEED=true\n" in plan.files["deepspeed_env"]
 
 
+@pytest.mark.parametrize(("given", "word"), [({"module": True}, "--module"), ({"no_python": True}, "--no_python")])
+def test_deepspeed_runs_modules_and_programs(given: dict[str, Any], word: str) -> None:
+    assert plan_of(**DEEPSPEED, **given, script="train").argv[-3:] == (word, "train", "a")
+
+
 def test_deepspeed_under_the_agent() -> None:
     assert plan_of(**DEEPSPEED, deepspeed_multinode_launcher="standard").mode == "elastic"
     assert plan_of(use_deepspeed=True, num_processes=4).mode == "elastic"
@@ -393,6 +410,8 @@ def test_a_tpu_pod() -> None:
     assert "ACCELERATE_IN_TPU_POD=1" in plan.argv
     with pytest.raises(ConfigurationError, match="Add --vm"):
         plan_of(tpu=True, tpu_cluster=True)
+    with pytest.raises(ConfigurationError, match=r"'train.py' is loaded as a Python module. Leave --no_python out"):
+        plan_of(tpu=True, no_python=True)
 
 
 # --- what cannot run --------------------------------------------------------------------------------------------------
