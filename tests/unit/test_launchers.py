@@ -220,7 +220,9 @@ def test_a_function_of_the_notebook_cannot_be_spawned(
     with pytest.raises(ConfigurationError, match="use_port='door'"):  # an imported function is fine
         notebook_launcher(local_function, num_processes=2, use_port="door")
     monkeypatch.setattr(local_function, "__module__", "__main__")
-    with pytest.raises(ConfigurationError, match=rf"'local_function' .*because {cause}. Write the function into a file"):
+    with pytest.raises(
+        ConfigurationError, match=rf"'local_function' .*because {cause}. Write the function into a file"
+    ):
         notebook_launcher(local_function, num_processes=2)
 
 

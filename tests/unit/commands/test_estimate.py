@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import http.server
+import importlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from safetensors.torch import save_file
 from tests.support.processes import script_environment
 from torch import nn
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, MissingPackageError
+from accelerate._base.imports import is_package_available
 from accelerate.commands import estimate
 from accelerate.commands.accelerate_cli import run
 from accelerate.commands.estimate_source import find_model
@@ -283,6 +285,107 @@ def test_configurations_of_timm_are_built(tmp_path: Path) -> None:
     expected = sum(parameter.numel() for parameter in real.parameters())
     assert find_model(str(tmp_path)).model.parameters == expected
     assert find_model("resnet18").model.parameters > expected
+
+
+TIMM = """
+from torch import nn
+
+def is_model(name):
+    return name == "resnet18"
+
+def create_model(architecture, pretrained, num_classes=1000, width=4):
+    if not is_model(architecture):
+        raise RuntimeError(f"Unknown model ({architecture})")
+    assert not pretrained
+    return nn.Linear(width, num_classes, bias=False)
+"""
+
+
+@pytest.fixture
+def timm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Put a package of that name first on the path, with one architecture."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "timm.py").write_text(TIMM)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+    is_package_available.cache_clear()
+    yield folder / "timm.py"
+    sys.modules.pop("timm", None)
+    is_package_available.cache_clear()
+
+
+def test_an_architecture_of_timm_is_known_by_its_name(timm: Path) -> None:
+    found = find_model("resnet18")
+    assert (found.model.parameters, found.source) == (4000, "the architecture, built by timm without weights")
+    assert find_model("resnet18", "timm") == found
+
+
+def test_a_configuration_of_timm_may_have_arguments(timm: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architecture": "resnet18", "num_classes": 10, "model_args": {"width": 8}}')
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = find_model(str(path))
+        assert (found.model.parameters, found.source) == (80, "the configuration, built by timm without weights")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigurationError, match=r"names no 'architecture'.*Pass --library_name transformers"):
+        find_model(str(tmp_path), "timm")
+
+
+def test_an_architecture_that_timm_does_not_know_is_told(timm: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"timm cannot build 'resnet0' \(Unknown model \(resnet0\)\)"
+    ) as caught:
+        find_model("resnet0", "timm")
+    cause = caught.value.__cause__
+    assert isinstance(cause, RuntimeError)
+    assert estimate.check_has_model(cause) == "timm"
+
+
+def test_a_timm_that_fails_to_import_is_told(timm: Path) -> None:
+    timm.write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    with pytest.raises(
+        MissingPackageError, match=r"fails to import \(operator torchvision::nms .*Install a torchvision"
+    ):
+        find_model("resnet18", "timm")
+    # As a name alone it may be one on the Hub.
+    with pytest.raises(ConfigurationError, match="the Hub cannot be asked"):
+        find_model("resnet18")
+
+
+def test_a_configuration_without_an_architecture_is_built_by_its_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL["BertModel"]))
+    expected = sum(parameter.numel() for parameter in real_model(tmp_path, "BertModel").parameters())
+    assert find_model(str(tmp_path)).model.parameters == expected
+
+
+def test_code_that_comes_with_a_configuration_is_not_run_unasked(tmp_path: Path) -> None:
+    (tmp_path / "modeling.py").write_text("raise AssertionError('it was run')\n")
+    described = {"model_type": "own", "auto_map": {"AutoConfig": "modeling.OwnConfig", "AutoModel": "modeling.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(
+        ConfigurationError, match=r"transformers cannot build .*Pass --trust_remote_code if you have read"
+    ):
+        find_model(str(tmp_path))
+
+
+def test_a_cache_with_some_shards_only_is_not_enough(tmp_path: Path) -> None:
+    home = tmp_path / "models--owner--tiny"
+    snapshot = home / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(snapshot.name)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.zeros(3)}, snapshot / "model-00001-of-00002.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.estimate", "owner/tiny", "--json"],
+        env=script_environment({"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the Hub cannot be asked" in done.stderr
 
 
 def test_the_parser_fits_under_another_one() -> None:

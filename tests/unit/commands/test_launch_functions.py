@@ -92,8 +92,6 @@ def test_a_job_of_sagemaker_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["launch", "env", "test", "tpu", "merge", "completion"])
 def test_a_module_is_a_program_of_its_own(module: str) -> None:
     command = [sys.executable, "-m", f"accelerate.commands.{module}", "--help"]
-    done = subprocess.run(
-        command, env=launch_environment(), capture_output=True, text=True, check=False, timeout=600
-    )
+    done = subprocess.run(command, env=launch_environment(), capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.lower().startswith("usage: accelerate")

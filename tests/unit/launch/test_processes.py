@@ -32,9 +32,7 @@ def test_the_exit_code_is_that_of_the_command(tmp_path: Path, capsys: pytest.Cap
     assert "`mpirun` ended with SIGKILL" in capsys.readouterr().err
 
 
-def test_a_script_that_stopped_to_go_on_later_is_no_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_stopped_to_go_on_later_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_shell(tmp_path, f"exit {PREEMPTED_EXIT_CODE}") == PREEMPTED_EXIT_CODE
     assert capsys.readouterr().err == ""
 
