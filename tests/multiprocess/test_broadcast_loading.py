@@ -49,3 +49,30 @@ def test_the_first_process_reads_for_all(tmp_path: Path) -> None:
     assert plain == {name: float(value.double().sum()) for name, value in model.state_dict().items()}
     assert small["0.weight"] == float(model[0].weight.detach().bfloat16().double().sum())
     assert output["output"] == float(model(torch.ones(2, 30)).detach().double().sum())
+
+
+class Counted(nn.Linear):
+    """A layer that keeps something in its state dict that is no tensor."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def load_counted(source: str) -> tuple[int, float]:
+    state = PartialState(cpu=True)
+    model = Counted(2, 2)
+    checkpoint = source if state.process_index == 0 else f"{source}-not-here"
+    load_checkpoint_in_model(model, checkpoint, strict=True, broadcast_from_rank0=True)
+    return model.count, float(model.weight.sum())
+
+
+def test_what_is_no_tensor_is_sent_too(tmp_path: Path) -> None:
+    model = Counted(2, 2)
+    model.count = 7
+    torch.save(model.state_dict(), tmp_path / "w.bin")
+    assert run_group(load_counted, 2, str(tmp_path / "w.bin")) == [(7, float(model.weight.sum()))] * 2

@@ -44,6 +44,7 @@ from accelerate.runtime.atomic import atomic_file
 COMPILED = "_orig_mod."
 """What a compiler's shell adds to the names inside it; the weights are those of the model without it."""
 CONVERTED_SUFFIX = ".offload.safetensors"
+_EXTRA_STATE = "_extra_state"  # under this name a module keeps what is no tensor in a state dict
 
 
 def convert_weights(file: WeightsFile, folder: FilePath, wanted: Mapping[str, torch.Tensor]) -> Path:
@@ -169,6 +170,10 @@ class _CheckpointLoader:
             source: Its name in the file.
             scales: The name of its scales there, if it is stored in 8 bits.
         """
+        path, _, last = name.rpartition(".")
+        if last == _EXTRA_STATE:
+            self.model.get_submodule(path).set_extra_state(file.read(source, as_device(HOST)))
+            return
         owner, key = owner_of(self.model, name)
         held: torch.Tensor | None = table_of(owner, key)[key]
         place = lookup(self.device_map, name)
@@ -332,8 +337,10 @@ def load_checkpoint_in_model(
 
 def _is_sharded(model: nn.Module) -> bool:
     # A model cannot be sharded by a part of torch that was never imported, and importing it here would take a second.
-    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if fsdp is not None and any(isinstance(module, fsdp) for module in model.modules()):
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    # After a forward pass the parameters of FSDP 2 may be whole until they are sharded again.
+    kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    if any(isinstance(module, kinds) for module in model.modules()):
         return True
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensor is not None and any(isinstance(parameter, dtensor) for parameter in model.parameters())
@@ -348,10 +355,14 @@ def _load_sharded(
     broadcast_from_rank0: bool,
 ) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.fsdp import FSDPModule
 
     options = StateDictOptions(
         full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict and len(files) == 1
     )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     for file in files:
         read = not broadcast_from_rank0 or torch.distributed.get_rank() == 0
         state = load_state_dict(file) if read else {}

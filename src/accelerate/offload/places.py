@@ -137,7 +137,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
             f"The device map {dict(device_map)!r} gives no device for {', '.join(missing)}: a tensor without a place "
             'cannot be loaded. Add their modules to the map, or an entry "" for everything that is left.'
         )
-    known = {name for name, _ in model.named_modules()} | tensors.keys()
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | tensors.keys()
     known |= {name for name, _ in model.named_buffers()}
     unknown = [name for name in device_map if name not in known]
     if unknown:

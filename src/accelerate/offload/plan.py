@@ -26,7 +26,6 @@ from accelerate.offload.places import (
     check_tied_parameters_on_same_device,
     clean_device_map,
     is_offload,
-    lookup,
     prefixes,
 )
 from accelerate.offload.tensors import (
@@ -307,10 +306,7 @@ class RemainingLayers:
 
     def largest_after(self, name: str) -> int:
         """Return the size of the largest layer that comes after a module and was not taken out."""
-        end = lookup(self._ends, name)
-        if end is None:
-            return 0
-        largest, low, high = 0, end + self._count, 2 * self._count
+        largest, low, high = 0, self._ends[name] + self._count, 2 * self._count
         while low < high:
             if low % 2:
                 largest = max(largest, self._maxima[low])

@@ -288,8 +288,8 @@ class WeightsFile(Protocol):
     def names(self) -> list[str]:
         """Return the names in the file."""
 
-    def like(self, name: str) -> torch.Tensor:
-        """Return a tensor without data that is like a weight of the file, without reading it."""
+    def like(self, name: str) -> Any:
+        """Return a tensor without data that is like a weight of the file, without reading it; what is no tensor as it is."""
 
     def read(self, name: str, device: torch.device) -> Any:
         """Return one weight on a device."""
@@ -315,7 +315,9 @@ class TorchFile:
     def names(self) -> list[str]:
         return list(self._state)
 
-    def like(self, name: str) -> torch.Tensor:
+    def like(self, name: str) -> Any:
+        if not isinstance(self._state[name], torch.Tensor):
+            return self._state[name]
         return torch.empty(self._state[name].shape, dtype=self._state[name].dtype, device=META)
 
     def read(self, name: str, device: torch.device) -> Any:
@@ -341,15 +343,17 @@ class BroadcastFile:
         if self._file is not None:
             listed = [{name: self._file.like(name) for name in self._file.names()}]
         group.broadcast_objects(listed)
-        self._like: dict[str, torch.Tensor] = listed[0]
+        self._like: dict[str, Any] = listed[0]
 
     def names(self) -> list[str]:
         return list(self._like)
 
-    def like(self, name: str) -> torch.Tensor:
+    def like(self, name: str) -> Any:
         return self._like[name]
 
-    def read(self, name: str, device: torch.device) -> torch.Tensor:
+    def read(self, name: str, device: torch.device) -> Any:
+        if not isinstance(self._like[name], torch.Tensor):
+            return self._like[name]
         if self._file is not None:
             value: torch.Tensor = self._file.read(name, as_device(HOST)).contiguous()
         else:

@@ -82,19 +82,12 @@ def has_children(module: nn.Module) -> bool:
 
 
 def parts_of(module: nn.Module | torch.Tensor, name: str = "", buffers: bool = True) -> list[TreeNode]:
-    """Return what a module is made of: its own parameters, its children each once, then its own buffers, by full name."""
+    """Return what a module is made of: its own parameters, its children, then its own buffers, by full name."""
     if isinstance(module, torch.Tensor):
         return []
     prefix = f"{name}." if name else ""
     found: list[TreeNode] = [(prefix + key, held) for key, held in module._parameters.items() if held is not None]
-    if module._modules:
-        children = [(prefix + key, child) for key, child in module._modules.items() if child is not None]
-        if len({id(child) for _, child in children}) < len(children):
-            first: dict[int, tuple[str, nn.Module]] = {}
-            for key, child in children:
-                first.setdefault(id(child), (key, child))
-            children = list(first.values())
-        found += children
+    found += [(prefix + key, child) for key, child in module._modules.items() if child is not None]
     if buffers and module._buffers:
         found += [(prefix + key, held) for key, held in module._buffers.items() if held is not None]
     return found

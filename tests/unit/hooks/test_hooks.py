@@ -343,3 +343,33 @@ def test_a_compiled_model_keeps_its_hooks(model: Net) -> None:
         assert torch.allclose(compiled(x), plain)
     assert model.linear1.weight.device == META
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("offload", [True, {"linear1": True, "linear2": False}])
+def test_blocks_are_offloaded_on_one_device(offload: bool | dict[str, bool]) -> None:
+    model, inputs = Net().eval(), torch.rand(2, 3)
+    expected = model(inputs)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    attach_align_device_hook_on_blocks(model, "cpu", offload, weights_map=weights)
+    assert model.linear1.weight.device == META
+    assert (model.linear2.weight.device == META) is (offload is True)
+    assert torch.equal(model(inputs), expected)
+    assert model.linear1.weight.device == META
+
+
+def test_a_forward_that_fails_sends_weights_back_with_several_hooks() -> None:
+    layer = nn.Linear(3, 3)
+    add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu", offload=True))
+    add_hook_to_module(layer, AddOne(), append=True)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        layer(torch.rand(2, 5))
+    assert layer.weight.device == META
+    assert layer(torch.rand(2, 3)).shape == (2, 3)
+
+
+def test_a_hook_shows_how_it_was_made() -> None:
+    hook = AlignDevicesHook(execution_device="cpu", offload=True, skip_keys="cache")
+    assert repr(hook) == (
+        "AlignDevicesHook(execution_device='cpu', offload=True, io_same_device=False, offload_buffers=False, "
+        "place_submodules=False, skip_keys='cache')"
+    )

@@ -19,6 +19,7 @@ from accelerate.offload.estimate import (
     in_layout,
     layer_of,
     per_rank,
+    plan_report,
     read_tensors,
     tensors_of_model,
     training_memory,
@@ -254,3 +255,28 @@ def test_splitting_cuts_matrices_and_sharding_cuts_what_is_left() -> None:
 def test_a_layout_that_cannot_train_is_refused(dtype: str, sizes: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError):
         in_layout(ModelTensors(()), dtype, **sizes)
+
+
+def test_of_several_files_the_one_with_the_usual_name_is_the_model(tmp_path: Path) -> None:
+    for name in ("ema", "model"):
+        save_file({"a": torch.zeros(3)}, tmp_path / f"{name}.safetensors")
+    assert find_weight_files(tmp_path) == [tmp_path / "model.safetensors"]
+
+
+def test_a_file_of_torch_without_tensors_is_told(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "w.bin")
+    with pytest.raises(ConfigurationError, match=r"w\.bin' holds no tensors by name, but 'dict'.*a state dict"):
+        model_at(tmp_path)
+
+
+def test_rows_of_a_plan_join_where_the_numbers_follow() -> None:
+    layers = nn.ModuleDict({key: nn.Linear(2, 2) for key in "0134a5"})
+    model = ModelTensors(tuple(tensors_of_model(nn.ModuleDict({"h": layers, "head": nn.Linear(2, 2)}))))
+    rows = plan_report(model, {0: 130, "cpu": 10_000})
+    assert [(row.modules, row.place) for row in rows] == [
+        ("h.0-1", 0),
+        ("h.3-4", 0),
+        ("h.a", "cpu"),
+        ("h.5", "cpu"),
+        ("head", "cpu"),
+    ]

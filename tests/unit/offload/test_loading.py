@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate.offload.loading import convert_weights, load_checkpoint_in_model, load_offloaded_weights
-from accelerate.offload.store import OffloadedWeightsLoader, TorchFile
+from accelerate.offload.store import OffloadedWeightsLoader, TorchFile, load_state_dict
 from accelerate.offload.stored import ALIGNMENT, SafetensorsFile
 
 META = torch.device("meta")
@@ -200,3 +202,80 @@ def test_a_tied_weight_saved_under_one_name_reaches_both(places: dict[str, str],
         assert torch.equal(target[0].weight, source[0].weight)
     else:
         assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path / "o")["1.weight"], source[0].weight)
+
+
+class Counted(nn.Module):
+    """A layer that keeps something in its state dict that is no tensor."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(2, 2), count
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}])
+def test_what_a_module_keeps_beside_its_tensors_is_loaded(device_map: dict[str, str] | None, tmp_path: Path) -> None:
+    torch.save(nn.Sequential(Counted(3), Counted(4)).state_dict(), tmp_path / "w.bin")
+    model = nn.Sequential(Counted(), Counted())
+    load_checkpoint_in_model(model, tmp_path / "w.bin", device_map, offload_folder=tmp_path / "o", strict=True)
+    assert [layer.count for layer in model] == [3, 4]
+    assert load_state_dict(tmp_path / "w.bin", {"": "cpu"})["1._extra_state"] == {"count": 4}
+
+
+def test_a_tie_that_a_checkpoint_does_not_have_is_left_as_it_is(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    before = model[0].weight.detach().clone()
+    save_file({"0.bias": torch.ones(3), "1.bias": torch.ones(3)}, tmp_path / "w.safetensors")
+    load_checkpoint_in_model(model, tmp_path / "w.safetensors")
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[1].bias, torch.ones(3))
+
+
+def test_scales_of_weights_in_8_bits_go_to_the_disk_with_them(tmp_path: Path) -> None:
+    weight, scales = torch.randint(-127, 127, (3, 3), dtype=torch.int8), torch.rand(3)
+    save_file({"0.weight": weight, "0.SCB": scales, "0.bias": torch.ones(3)}, tmp_path / "w.safetensors")
+    model = nn.Sequential(nn.Linear(3, 3, device="meta"))
+    load_checkpoint_in_model(model, tmp_path / "w.safetensors", {"": "disk"}, offload_folder=tmp_path / "o")
+    stored = OffloadedWeightsLoader(save_folder=tmp_path / "o")
+    assert torch.equal(stored["0.weight"], weight)
+    assert torch.equal(stored["0.SCB"], scales)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore:When using ``NO_SHARD``")
+def test_a_sharded_model_takes_whole_tensors(version: int, broadcast: bool, tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    source = net()
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    target = net()
+    if version == 2:
+        fully_shard(target, mesh=init_device_mesh("cpu", (1,)))
+    else:
+        target = FullyShardedDataParallel(target, device_id=torch.device("cpu"))
+    load_checkpoint_in_model(
+        target, tmp_path / "w.safetensors", dtype="float32", strict=True, broadcast_from_rank0=broadcast
+    )
+    inputs = torch.rand(2, 3)
+    assert torch.equal(target(inputs), source(inputs))  # which leaves the weights of FSDP 2 gathered
+    other = net()
+    torch.save(other.state_dict(), tmp_path / "w.bin")
+    load_checkpoint_in_model(target, tmp_path / "w.bin", broadcast_from_rank0=broadcast)
+    assert torch.equal(target(inputs), other(inputs))

@@ -21,6 +21,7 @@ from accelerate.offload.memory import (
     compute_module_total_buffer_size,
     convert_file_size_to_int,
     dtype_byte_size,
+    free_memory_of,
     get_balanced_memory,
     get_max_memory,
     get_module_leaves,
@@ -167,3 +168,9 @@ def test_balanced_memory_spreads_a_model(
     memory: dict[int | str, int | str], low_zero: bool, expected: dict[int | str, int]
 ) -> None:
     assert get_balanced_memory(Net(), memory, low_zero=low_zero) == expected
+
+
+@pytest.mark.parametrize("fake", [{}], indirect=True)
+def test_the_free_memory_of_one_device_is_its_own(fake: FakeBackend) -> None:
+    assert free_memory_of(torch.device("maia:1"), 7) == 2000
+    assert free_memory_of(torch.device("cpu"), 7) == free_memory_of(torch.device("maia"), 7) == 7

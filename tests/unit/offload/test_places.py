@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate import dispatch_model
 from accelerate.offload.places import (
     as_device,
     check_device_map,
     check_tied_parameters_on_same_device,
     clean_device_map,
+    flatten_device_map,
 )
 
 
@@ -59,3 +61,12 @@ def test_tied_weights_on_two_devices_are_warned_about() -> None:
     with pytest.warns(UserWarning, match=r"head\.weight"):
         check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"embed": 0, "head": 1})
     check_tied_parameters_on_same_device([["embed.weight", "head.weight"]], {"": 0})
+
+
+def test_entries_for_modules_that_are_not_there_place_nothing() -> None:
+    model = Net()
+    unknown = {"gone": "disk", "gone.part": "cpu"}
+    flat = flatten_device_map(model, {"": "cpu", **unknown})
+    assert flat == {"linear1": "cpu", "batchnorm": "cpu", "linear2": "cpu", "gone.part": "cpu"}
+    with pytest.warns(UserWarning, match=r"\['gone', 'gone.part'\] of the device map name no module of Net"):
+        dispatch_model(model, {"": "cpu", **unknown}, force_hooks=True, offload_dir="unused")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from accelerate import dispatch_model
 from accelerate.offload.memory import compute_module_sizes, get_max_layer_size
 from accelerate.offload.places import (
     check_device_map,
@@ -269,3 +271,40 @@ def test_the_largest_layer_is_named() -> None:
     sizes = compute_module_sizes(nested)
     assert get_max_layer_size(list(nested.named_children()), sizes, None) == (60, ["1"])
     assert get_max_layer_size(list(nested.named_children()), sizes, ["Sequential"]) == (80, ["0"])
+
+
+@pytest.mark.parametrize("limit", [100, 170, 1000])
+def test_a_module_under_two_names_has_a_place_for_both(
+    limit: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    layer, activation = nn.Linear(4, 4), nn.ReLU()
+    model = nn.Sequential(layer, activation, layer, activation, nn.Linear(4, 4))
+    expected = model(torch.ones(2, 4))
+    device_map = infer_auto_device_map(model, {"cpu": limit}, clean_result=False)
+    assert set(device_map) == {"0", "1", "2", "3", "4"}
+    assert device_map["0"] == device_map["2"] == ("disk" if limit < 160 else "cpu")
+    dispatch_model(model, device_map, offload_dir=tmp_path)
+    assert torch.equal(model(torch.ones(2, 4)), expected)
+    assert not recwarn.list
+
+
+def test_tied_modules_that_fit_alone_and_not_together_move_on() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(10, 10, bias=False), "last": nn.Linear(10, 10)})
+    model["last"].weight = model["first"].weight
+    plan = Planner(model, {0: 465, 1: 410, 2: 450, "cpu": 1000}, compute_module_sizes(model), {"Linear"}).run()
+    assert plan.device_map == {"first": 2, "last": 2}
+    assert "first: not on 1, 440 bytes with last, tied to it, do not fit in 410" in plan.notes
+
+
+def test_the_host_keeps_no_room_for_an_accelerator_in_its_own_memory() -> None:
+    model = nn.Sequential(linear(40), linear(400), linear(400))
+    assert infer_auto_device_map(model, {"mps": 450, "cpu": 450}) == {"0": "mps", "1": "cpu", "2": "disk"}
+    assert infer_auto_device_map(model, {0: 450, "cpu": 450}) == {"0": 0, "1": "disk", "2": "disk"}
+
+
+def test_fallback_looks_into_modules_that_are_split() -> None:
+    box = nn.Sequential(nn.Linear(10, 10), linear(40))
+    model = nn.ModuleDict({"first": nn.Linear(10, 10, bias=False), "big": linear(800), "box": box})
+    box[0].weight = model["first"].weight
+    device_map = infer_auto_device_map(model, {0: 1250, 1: 60, "cpu": 10_000}, fallback_allocation=True)
+    assert device_map == {"first": 0, "box.0": 0, "box.1": 1, "big": "cpu"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import init_empty_weights
+from accelerate._base import imports
 from accelerate._base.errors import ConfigurationError
 from accelerate.offload.store import scales_name
 from accelerate.utils import BnbQuantizationConfig, has_4bit_bnb_layers, infer_auto_device_map, load_and_quantize_model
@@ -251,3 +253,29 @@ def test_torchao_stores_weights_in_few_bits(model: Model, checkpoint: Path, name
     assert 0 < error(loaded, model) < 0.1
     with pytest.raises(ConfigurationError, match="run where they are stored"):
         load_and_quantize_model(empty(), getattr(quantization, name)(), checkpoint, placed(up="disk"))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_package_that_is_too_old_is_told(
+    model: Model, checkpoint: Path, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
+    monkeypatch.setattr(imports, "_distribution_version", imports._distribution_version.__wrapped__)
+    with pytest.raises(ConfigurationError, match=rf"has no layers for {bits} bits.*pip install -U bitsandbytes"):
+        load_and_quantize_model(model, config(bits), checkpoint)
+
+
+def test_ties_that_a_model_makes_itself_count() -> None:
+    class Late(Model):
+        def tie_weights(self) -> None:
+            self.head.weight = self.embed.weight
+
+    assert "embed" in ours.get_keys_to_not_convert(Late())
+    assert "embed" not in ours.get_keys_to_not_convert(Model())
+
+
+def test_torchao_takes_a_word_for_a_map(model: Model, checkpoint: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    loaded = load_and_quantize_model(empty(), quantization.Int8WeightOnlyConfig(), checkpoint, device_map="auto")
+    assert type(loaded.up.weight.data).__name__ != "Tensor"
+    assert 0 < error(loaded, model) < 0.1

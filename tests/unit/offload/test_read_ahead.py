@@ -347,3 +347,67 @@ def test_threads_do_not_mix_their_orders() -> None:
     assert ahead(order, 1) == [2]
     order.record(3)
     assert ahead(order, 1) == [5]
+
+
+def test_a_weight_that_cannot_be_loaded_is_an_error_and_the_next_try_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, modules = engine(stored(tmp_path / "w.safetensors", "float64"), 1, torch.float64)
+    run(made, modules, [0])
+    until(lambda: not any(tensor.state in PENDING for module in modules for tensor in module.tensors))
+    before, waits = made.used, threading.Event()
+    load = LoadedTensor.load
+
+    def fail(tensor: LoadedTensor) -> None:
+        waits.set()
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(LoadedTensor, "load", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        made.acquire(modules[5])
+    until(lambda: not any(tensor.state in PENDING for module in modules for tensor in module.tensors))
+    assert waits.is_set()
+    assert made.used.copied <= before.copied
+    assert not any(tensor.users for module in modules for tensor in module.tensors)
+    monkeypatch.setattr(LoadedTensor, "load", load)
+    run(made, modules, [5, 6, 7, 0, 1])
+
+
+def test_a_weight_that_could_not_be_read_ahead_is_loaded_when_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, modules = engine(stored(tmp_path / "w.safetensors", "float64"), "1GB", torch.float64)
+    load = LoadedTensor.load
+    failed: list[LoadedTensor] = []
+
+    def fail_ahead(tensor: LoadedTensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            failed.append(tensor)
+            raise OSError("the disk does not answer")
+        load(tensor)
+
+    monkeypatch.setattr(LoadedTensor, "load", fail_ahead)
+    run(made, modules, [0])
+    until(lambda: len(failed) >= COUNT - 1)
+    run(made, modules, [*range(1, COUNT)])
+    until(lambda: not any(tensor.state in PENDING for module in modules for tensor in module.tensors))
+    assert made.used.copied == COUNT * 2 * SIZE
+
+
+def test_many_threads_that_came_and_went_are_forgotten() -> None:
+    order = CallOrder()
+    for _ in range(3):
+        order.add()
+    count = 80
+    together = threading.Barrier(count)
+
+    def call() -> None:
+        order.record(0)
+        together.wait(60)  # a thread that has ended would give its number to the next
+
+    threads = [threading.Thread(target=call) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(order._last) < count

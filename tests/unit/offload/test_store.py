@@ -172,3 +172,18 @@ def test_identity_in_memory_and_in_files(tmp_path: Path) -> None:
 def test_no_identity_where_only_reading_would_tell(empty: bool) -> None:
     held = {"x": torch.empty(0) if empty else torch.ones(2)}
     assert identity_of_stored(held if empty else MappingProxyType(held), "x") is None
+
+
+def test_a_raw_file_without_a_folder_is_told() -> None:
+    weights = OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [2]}})
+    with pytest.raises(ValueError, match=r"'a' as a raw file, and no save_folder.*Pass the folder"):
+        weights["a"]
+
+
+def test_an_index_that_names_no_files_is_told(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": 1}}))
+    with pytest.raises(
+        ValueError, match=r"index.json' is not an index of shards: 'weight_map' must map.*Give the folder"
+    ):
+        checkpoint_files(index)

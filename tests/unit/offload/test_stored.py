@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import mmap
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from accelerate._base import pages
+from accelerate._base.errors import ConfigurationError
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
 from accelerate.offload.stored import ALIGNMENT, SMALL, RawFile, SafetensorsFile
 from accelerate.offload.tensors import id_tensor_storage
@@ -141,3 +147,82 @@ def test_a_change_of_the_file_is_noticed(tmp_path: Path) -> None:
     os.truncate(path, 100)
     with pytest.raises(RuntimeError, match=rf"v\.safetensors.*from {file.size} to 100 bytes"):
         file.check()
+
+
+def hand_written(path: Path, entries: dict[str, tuple[str, list[int], bytes]]) -> Path:
+    """Write a file in the order given, which may leave tensors unaligned."""
+    header: dict[str, object] = {}
+    content = b""
+    for name, (dtype, shape, data) in entries.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + len(data)]}
+        content += data
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+    return path
+
+
+def test_a_tensor_at_an_odd_address_is_read(tmp_path: Path) -> None:
+    numbers = struct.pack("<3f", 1.5, -2.0, 3.25)
+    path = hand_written(tmp_path / "w.safetensors", {"a": ("U8", [1], b"x"), "b": ("F32", [3], numbers)})
+    stored = SafetensorsFile(path).find("b")
+    assert stored.offset % 4 == 1
+    assert not stored.in_place
+    assert stored.tensor.tolist() == [1.5, -2.0, 3.25]
+    assert SafetensorsFile(path).read("b").data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize("missing", ["MAP_PRIVATE", "MAP_NORESERVE"])
+def test_a_system_without_an_option_of_mapping_reads_the_same(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "w.safetensors", a=torch.arange(LARGE).float())
+    before = path.read_bytes()
+    if missing == "MAP_PRIVATE":
+        monkeypatch.delattr(mmap, "MAP_PRIVATE")
+    else:
+        refuse_mapping(monkeypatch, errno.EINVAL)
+    found = SafetensorsFile(path).read("a")
+    assert torch.equal(found, torch.arange(LARGE).float())
+    found.mul_(2)
+    assert path.read_bytes() == before
+
+
+def refuse_mapping(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let the system refuse to map files without reserving memory for them."""
+
+    class Refusing(mmap.mmap):
+        def __new__(cls, descriptor: int, length: int, flags: int = 0, prot: int = 0) -> Any:
+            if flags & 0x4000:
+                raise OSError(number, os.strerror(number))
+            return super().__new__(cls, descriptor, length, flags=flags, prot=prot)
+
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "w.safetensors", a=torch.ones(3))
+    refuse_mapping(monkeypatch, errno.ENOMEM)
+    with pytest.raises(ConfigurationError, match=r"w\.safetensors' cannot be opened \(Cannot allocate memory\)"):
+        SafetensorsFile(path).read("a")
+
+
+def test_pages_that_the_kernel_cannot_populate_come_when_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(address: int, nbytes: int, advice: int) -> int:
+        return -1
+
+    path = write(tmp_path / "w.safetensors", a=torch.ones(LARGE))
+    stored = SafetensorsFile(path).find("a")
+    monkeypatch.setattr(pages, "_madvise", lambda: refuse)
+    stored.populate()
+    assert torch.equal(stored.tensor, torch.ones(LARGE))
+
+
+def test_a_dtype_that_this_module_has_no_name_for_is_read_by_the_package(tmp_path: Path) -> None:
+    path = hand_written(tmp_path / "w.safetensors", {"a": ("F4", [4], b"\x21\x43")})
+    stored = SafetensorsFile(path).find("a")
+    assert stored.stored_dtype is None
+    assert stored.tensor.dtype == torch.float4_e2m1fn_x2
+    assert stored.tensor.view(torch.uint8).tolist() == [0x21, 0x43]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from accelerate._base.errors import ConfigurationError
 from accelerate.offload.tensors import (
     check_device_same,
+    check_tied_parameters_in_config,
     copy_to_host,
     find_tied_parameters,
     get_non_persistent_buffers,
     id_tensor_storage,
     named_module_tensors,
     prune_tied_cache,
+    resolve_dtype,
     retie_parameters,
     set_module_tensor_to_device,
     tied_cache,
@@ -141,3 +148,68 @@ def test_a_state_dict_on_the_host_keeps_its_ties() -> None:
     copied = copy_to_host({"a": weight, "b": weight, "c": torch.ones(3)})
     assert copied["a"] is copied["b"]
     assert copied["c"] is not copied["a"]
+
+
+def test_a_parameter_that_was_none_gets_a_value() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    set_module_tensor_to_device(layer, "bias", "cpu", value=torch.ones(2))
+    assert isinstance(layer.bias, nn.Parameter)
+    assert torch.equal(layer(torch.zeros(1, 2)), torch.ones(1, 2))
+
+
+def test_the_storage_of_a_split_tensor_is_that_of_its_local_part() -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        split = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+        assert id_tensor_storage(split) == id_tensor_storage(split.to_local())
+        assert id_tensor_storage(split) != id_tensor_storage(torch.ones(4))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_without_an_address_are_copied_by_name() -> None:
+    weight = torch.eye(3).to_sparse()
+    found = copy_to_host({"a": weight, "b": torch.eye(3).to_sparse()})
+    assert found["a"] is weight
+    assert found["b"] is not weight
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"no dtype 'float17'.*torch has no such name.*'float16'"):
+        resolve_dtype("float17")
+    assert resolve_dtype("torch.float16") is resolve_dtype("float16") is torch.float16
+
+
+class PreTrainedModel(nn.Module):
+    """What a model of Transformers shows of its ties."""
+
+    def __init__(self, head: nn.Module | None = None, **config: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+        self.head = head
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.head
+
+
+class TiesItself(nn.Linear):
+    def _tie_weights(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "tied"),
+    [
+        (nn.Linear(2, 2), False),
+        (PreTrainedModel(), False),
+        (PreTrainedModel(tie_word_embeddings=True), False),
+        (PreTrainedModel(nn.Linear(2, 2), tie_word_embeddings=True), True),
+        (PreTrainedModel(nn.Linear(2, 2), tie_word_embeddings=False), False),
+        (PreTrainedModel(is_encoder_decoder=True, tie_encoder_decoder=True), True),
+        (PreTrainedModel(is_encoder_decoder=True), False),
+        (PreTrainedModel(TiesItself(2, 2)), True),
+    ],
+)
+def test_the_configuration_of_a_model_says_whether_weights_are_tied(model: nn.Module, tied: bool) -> None:
+    assert check_tied_parameters_in_config(model) is tied
