@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("transformers", reason="Transformers is not installed")
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, load_fsdp_model, save_fsdp_model
 
 pytestmark = pytest.mark.clients
 
@@ -110,3 +111,41 @@ def test_the_adapter_of_a_dispatched_model_trains(folders: tuple[Path, Path], tm
     assert all("lora_" in name for name in gradients[0])
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name])
+
+
+@pytest.mark.parametrize("use_dcp", [True, False])
+def test_the_adapter_of_a_sharded_model_is_saved_alone(tmp_path: Path, use_dcp: bool) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import StateDictType, fully_shard
+
+    def adapted(seed: int) -> Any:
+        model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.normal_()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        return model
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plugin = SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)
+        accelerator = SimpleNamespace(wait_for_everyone=dist.barrier)
+        source, target = adapted(1), adapted(2)
+        save_fsdp_model(plugin, accelerator, source, tmp_path, adapter_only=True, use_dcp=use_dcp)
+        whole = sum(parameter.numel() * 4 for parameter in source.parameters())
+        base = target.get_parameter("base_model.model.lm_head.weight").full_tensor().clone()
+        load_fsdp_model(plugin, accelerator, target, tmp_path, adapter_only=True, use_dcp=use_dcp)
+        expected = dict(source.named_parameters())
+        for name, parameter in target.named_parameters():
+            assert torch.equal(parameter.full_tensor(), expected[name].full_tensor())
+        assert torch.equal(target.get_parameter("base_model.model.lm_head.weight").full_tensor(), base)
+        if not use_dcp:
+            names = torch.load(tmp_path / "pytorch_model_fsdp_0_rank0.bin", weights_only=True)
+            assert names
+            assert all("lora" in name and "default" not in name for name in names)
+            assert sum(value.numel() * 4 for value in names.values()) < whole
+    finally:
+        dist.destroy_process_group()

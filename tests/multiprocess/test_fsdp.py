@@ -28,8 +28,15 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate._base.helpers import reset_warnings
+from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin, merge_fsdp_weights
+from accelerate.strategies.fsdp.public import fsdp2_prepare_model
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    fsdp2_load_full_state_dict,
+    merge_fsdp_weights,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -310,7 +317,64 @@ def blocks_are_compiled_one_by_one() -> dict[str, Any]:
     return {"same": abs(losses[0] - losses[1]) < 1e-12, "plain": graphs[0], "compiled": graphs[1] > 0}
 
 
+def full_weights_of_the_first_rank_fill_the_shards() -> dict[bool, Any]:
+    found = {}
+    for cpu_offload in (False, True):
+        accelerator = sharding(2, **BY_CLASS)
+        model: Any = fsdp2_prepare_model(accelerator, Words().double())
+        assert fsdp2_prepare_model(accelerator, model) is model
+        expected = make_words().state_dict()
+        fsdp2_load_full_state_dict(accelerator, model, expected if accelerator.is_main_process else {}, cpu_offload)
+        weights = {name: value.full_tensor() for name, value in model.named_parameters(remove_duplicate=False)}
+        same = all(torch.equal(value, expected[name]) for name, value in weights.items())
+        found[cpu_offload] = same, model.head.weight is model.embedding.weight
+    return found
+
+
+def full_weights_that_do_not_fit_are_refused() -> list[str]:
+    accelerator = sharding(2)
+    model = fsdp2_prepare_model(accelerator, nn.Linear(4, 4))
+    messages = []
+    for wrong in ({"weight": torch.ones(4, 4)}, {"weight": torch.ones(3, 4), "bias": torch.ones(4)}):
+        try:
+            fsdp2_load_full_state_dict(accelerator, model, wrong)
+        except CheckpointError as error:
+            messages.append(str(error))
+    return messages
+
+
+def a_model_that_is_sharded_stays_as_it_is() -> list[bool]:
+    found = []
+    for version in (1, 2):
+        accelerator = sharding(version, use_orig_params=True)
+        model = accelerator.strategy.wrap(make_words())
+        found.append(accelerator.strategy.wrap(model) is model)
+    return found
+
+
+def weights_without_memory_are_initialised_by_a_function() -> tuple[bool, str]:
+    def initialise(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+
+    with torch.device("meta"):
+        model, empty = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    prepared_model = sharding(2, param_init_fn=initialise).prepare(model)
+    filled = torch.equal(prepared_model[0].weight.full_tensor(), torch.ones(4, 4))
+    return filled, refused(lambda: sharding(2, cpu_ram_efficient_loading=True).prepare(empty))
+
+
+def averaging_of_replicas_needs_replicas() -> str:
+    accelerator = sharding(2)
+    return refused(lambda: LocalSGD(accelerator, nn.Linear(2, 2), 4))
+
+
 OPTIONS = (
+    full_weights_of_the_first_rank_fill_the_shards,
+    full_weights_that_do_not_fit_are_refused,
+    a_model_that_is_sharded_stays_as_it_is,
+    averaging_of_replicas_needs_replicas,
     blocks_are_compiled_one_by_one,
     ignored_modules_stay_whole,
     units_follow_the_policy,
@@ -322,6 +386,7 @@ OPTIONS = (
     version_1_has_no_other_axes,
     weights_are_exported,
     elements_are_clipped,
+    weights_without_memory_are_initialised_by_a_function,  # its plugin sets a variable that others read
 )
 
 
@@ -365,3 +430,25 @@ def test_weights_are_on_the_first_rank() -> None:
 
 def test_blocks_are_compiled_before_they_are_sharded() -> None:
     assert seen(blocks_are_compiled_one_by_one) == [{"same": True, "plain": 0, "compiled": True}] * 2
+
+
+def test_full_weights_are_sent_into_shards() -> None:
+    assert seen(full_weights_of_the_first_rank_fill_the_shards) == [{False: (True, True), True: (True, True)}] * 2
+    for missing, shape in seen(full_weights_that_do_not_fit_are_refused):
+        assert "'bias' is not in the checkpoint" in missing
+        assert "'weight' has the shape (3, 4) in the checkpoint, not (4, 4)" in shape
+        assert "Build the model" in missing
+    assert seen(a_model_that_is_sharded_stays_as_it_is) == [[True, True]] * 2
+
+
+def test_weights_without_memory_come_from_a_function_or_the_first_rank() -> None:
+    for filled, text in seen(weights_without_memory_are_initialised_by_a_function):
+        assert filled
+        assert "has no memory on the first rank" in text
+        assert "set param_init_fn" in text
+
+
+def test_shards_are_not_averaged_as_replicas() -> None:
+    assert all(
+        "under 'fsdp2'" in text and "Use it with DDP" in text for text in seen(averaging_of_replicas_needs_replicas)
+    )

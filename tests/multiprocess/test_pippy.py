@@ -225,7 +225,37 @@ def run_all(checks: list[Callable[[], None]]) -> None:
         check()
 
 
+def a_forward_of_the_instance_is_traced() -> None:
+    whole, model = WithRows(), WithRows()
+    model.load_state_dict(whole.state_dict())
+    for changed in (whole, model):
+        plain = changed.forward
+        changed.forward = lambda x, plain=plain: 2 * plain(x)
+    names = ["two", "three"][: world() - 1]
+    prepare_pippy(model, split_points=names, gather_output=True)
+    batch = torch.ones(2 * world(), 4)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch), whole(batch))
+
+
+class WithRows(WithLoss):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(self.two(self.one(x)))
+
+
+def examples_and_cuts_that_do_not_fit_are_told() -> None:
+    names = ["two", "three"][: world() - 1]
+    with pytest.raises(ConfigurationError, match=r"is a set"):
+        prepare_pippy(WithRows(), split_points=names, example_args=({1},))
+
+
 PLAIN = [
+    a_forward_of_the_instance_is_traced,
+    examples_and_cuts_that_do_not_fit_are_told,
     last_rank_gets_the_output,
     any_number_of_rows,
     keyword_inputs_and_whole_tensors,
@@ -271,3 +301,12 @@ def test_batch_size_is_found_in_arguments_then_keywords() -> None:
     assert find_pippy_batch_size((1, {"a": [torch.ones(5)]}), None) == 5
     assert find_pippy_batch_size((), {"x": torch.ones(4)}) == 4
     assert find_pippy_batch_size(None, {"x": "text"}) is None
+
+
+def test_memory_that_is_too_small_is_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert generate_device_map(model, 2, max_memory={0: 80, 1: 100}) == {"0": 0, "1": 1}
+    with pytest.raises(
+        ConfigurationError, match=r"max_memory=\{0: 80, 1: 10\} has no room for \['1'\].*Give more memory"
+    ):
+        generate_device_map(model, 2, max_memory={0: 80, 1: 10})

@@ -33,6 +33,14 @@ def is_sharded(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
+def _require_shards(folder: Path) -> None:
+    if not is_sharded(folder):
+        raise CheckpointError(
+            f"{str(folder)!r} holds no shards: there is no {METADATA!r} in it. Give the folder that holds it, such as "
+            "'pytorch_model_fsdp_0' inside a checkpoint."
+        )
+
+
 def read_metadata(folder: Path) -> Metadata:
     """Return what is in a folder.
 
@@ -41,13 +49,9 @@ def read_metadata(folder: Path) -> Metadata:
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+    _require_shards(folder)
     try:
         return FileSystemReader(folder).read_metadata()
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{str(folder)!r} holds no shards: there is no {METADATA!r} in it. Give the folder that holds it, such as "
-            "'pytorch_model_fsdp_0' inside a checkpoint."
-        ) from error
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
         raise CheckpointError(
             f"{str(folder / METADATA)!r} cannot be read ({type(error).__name__}: {error}), so it is probably broken. "
@@ -65,6 +69,7 @@ def load_into(state: dict[str, Any], folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    _require_shards(folder)
     try:
         with without_group_warning():
             load(state, storage_reader=FileSystemReader(folder), no_dist=True)

@@ -516,3 +516,10 @@ def test_an_address_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(registry.known_implementations, "far", entry)
     with pytest.raises(MissingPackageError, match=r"'far://run'.*Install no_such_package"):
         Accelerator().save_model(Network(), "far://run")
+
+
+def test_a_folder_in_place_of_a_file_stops_the_save_and_leaves_no_stage(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors" / "inner").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"could not be written.*Is a directory.*choose another folder"):
+        Accelerator().save_model(Network(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

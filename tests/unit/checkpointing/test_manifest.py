@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,24 @@ class TestManifest:
         assert problems(folder, checksums=False) == sizes
         changed = FileProblem("c", "its bytes have changed since it was written (checksum)")
         assert problems(folder) == [*sizes, changed]
+
+    def test_a_file_that_cannot_be_reached_is_named(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "state", {"sub/b": "22"})
+        (folder / "sub" / "b").unlink()
+        (folder / "sub").rmdir()
+        (folder / "sub").write_text("a file")
+        assert problems(folder) == [FileProblem("sub/b", "it cannot be read (Not a directory)")]
+
+    def test_a_package_that_is_not_installed_has_no_version(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def missing(package: str) -> str:
+            raise PackageNotFoundError(package)
+
+        monkeypatch.setattr("accelerate.checkpointing.manifest.version", missing)
+        found = Manifest.read(write(tmp_path / "state", {"a": "1"}))
+        assert found is not None
+        assert found.versions["torch"] == "unknown"
 
     def test_a_damaged_manifest_is_an_error(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "state", {"a": "one"})

@@ -53,6 +53,17 @@ class TestRandom:
         self.saved(tmp_path, [5, 5])
         assert self.draws(tmp_path, 2, 3, 2) == self.draws(tmp_path, 0, 3, 2)
 
+    def test_the_numbers_of_the_hardware_are_saved_too(self, tmp_path: Path) -> None:
+        restored: list[torch.Tensor] = []
+        state = torch.arange(5, dtype=torch.uint8)
+        hardware = SimpleNamespace(
+            rng_key="torch_fake_manual_seed", get_rng_states=lambda: [state], set_rng_states=restored.extend
+        )
+        save(RandomPart(SimpleNamespace(step=1), 0, hardware), tmp_path)
+        manifest = Manifest((), world_size=1)
+        load(RandomPart(SimpleNamespace(step=0), 0, hardware), tmp_path, rank=0, world_size=1, manifest=manifest)
+        assert [value.tolist() for value in restored] == [state.tolist()]
+
     def test_what_another_library_wrote_is_restored_if_it_can_be(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

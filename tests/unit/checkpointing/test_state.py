@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from accelerate import Accelerator
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.catalog import inspect
 from accelerate.checkpointing.files import FolderWriter
@@ -146,3 +148,29 @@ def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> No
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "state")], check=True, timeout=600)
     assert inspect(tmp_path / "state", checksums=True).is_valid
+
+
+def test_an_interruption_while_hooks_run_leaves_nothing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    accelerator.register_save_state_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save_state(str(tmp_path / "state"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_take_its_name_is_told(tmp_path: Path) -> None:
+    target = tmp_path / "state"
+
+    def write(folder: FolderWriter) -> None:
+        folder.write_json("a", 1)
+        target.write_text("somebody else's")
+
+    with pytest.raises(CheckpointError, match=r"could not be published; earlier ones are untouched. Rank 0: "):
+        staged(target, write).complete()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
+    assert target.read_text() == "somebody else's"

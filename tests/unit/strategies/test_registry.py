@@ -7,9 +7,9 @@ import pytest
 from accelerate import ParallelismConfig
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
-from accelerate.strategies.base import EngineRequest
+from accelerate.strategies.base import EngineRequest, Strategy
 from accelerate.strategies.parallel import check_pipeline
-from accelerate.strategies.registry import require_known
+from accelerate.strategies.registry import register, require_known, unregister
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 
@@ -52,3 +52,17 @@ def test_stages_with_shards_are_refused_before_anything_starts() -> None:
 def test_stages_with_scaled_losses_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Use mixed_precision='bf16'"):
         check_pipeline(ParallelismConfig(pp_size=2), scales=True)
+
+
+def test_two_engines_at_once_are_refused() -> None:
+    class Own(Strategy):
+        engine = "own"
+
+    register(Own)
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"\['fsdp', 'own'\] were asked for together.*one engine. Give one"
+        ):
+            require_known(EngineRequest({"fsdp": FullyShardedDataParallelPlugin(fsdp_version=2), "own": Own}, None))
+    finally:
+        unregister(Own)

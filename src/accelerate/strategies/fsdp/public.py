@@ -15,7 +15,7 @@ from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._base.errors import AccelerateError, ConfigurationError
 from accelerate._base.imports import require
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.offload.tensors import find_tied_parameters
+from accelerate.offload.tensors import find_tied_parameters, retie_parameters
 from accelerate.parallel.compile import checkpoint_blocks
 from accelerate.parallel.unwrap import (
     extract_model_from_parallel,
@@ -319,7 +319,9 @@ def fsdp2_load_full_state_dict(
     broadcast_state(state, full_sd if accelerator.is_main_process else {})
     if cpu_offload:
         state = {name: value.to("cpu") for name, value in state.items()}
+    tied = find_tied_parameters(model)
     model.load_state_dict(state, assign=True)
+    retie_parameters(model, tied)
     return model
 
 
