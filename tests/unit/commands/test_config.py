@@ -70,6 +70,13 @@ def test_update_brings_old_keys_to_those_of_today(tmp_path: Path, capsys: pytest
     assert str(path) in capsys.readouterr().out
 
 
+def test_update_keeps_a_json_file_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"distributed_type": "NO", "fp16": true, "num_processes": 1}')
+    run("update", "--config_file", str(path))
+    assert json.loads(path.read_text())["mixed_precision"] == "fp16"
+
+
 def test_the_parser_fits_under_another_one() -> None:
     above = argparse.ArgumentParser()
     get_config_parser(above.add_subparsers())
@@ -99,6 +106,16 @@ def test_show_prints_what_this_machine_refuses(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(ConfigurationError, match="cannot be shared evenly"):
         run("show", "--config_file", str(path))
     assert "num_machines" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["default", "show", "update"])
+def test_help_of_a_sub_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(name, "--help")
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert f"config {name} [-h]" in told
+    assert "--config_file" in told
 
 
 def test_names_are_found_and_others_are_not() -> None:

@@ -27,9 +27,9 @@ DOWN, ENTER, BACK, CLEAR, CTRL_C = "\x1b[B", "\r", "\x1b[Z", "\x15", "\x03"
 class Terminal:
     """A person at a terminal: waits for a question, then types."""
 
-    def __init__(self, path: Path, environ: dict[str, str]) -> None:
+    def __init__(self, path: Path, environ: dict[str, str], code: str | None = None) -> None:
         self.path = path
-        arguments = [*COMMAND[1:], "config", "--config_file", str(path)]
+        arguments = ["-c", code] if code else [*COMMAND[1:], "config", "--config_file", str(path)]
         self.child: Any = pexpect.spawn(
             COMMAND[0], arguments, env=environ, dimensions=(70, 150), timeout=600, encoding="utf-8"
         )
@@ -266,3 +266,32 @@ def test_without_a_terminal_one_line_says_what_to_pass(tmp_path: Path, environ: 
     assert len(run.stderr.splitlines()) == 1
     assert "accelerate config default --config_file" in run.stderr
     assert not path.exists()
+
+
+ONE_PROCESS = (
+    "What the run is on",
+    "Compute on the CPU alone",
+    "Number format of training",
+    "Compiler for models (torch.compile)",
+)
+
+
+@pytest.mark.parametrize("function", ["cluster.get_cluster_input", "config.get_user_input"])
+def test_a_program_asks_and_goes_on_with_the_answers(function: str, tmp_path: Path, environ: dict[str, str]) -> None:
+    module, _, name = function.partition(".")
+    code = f"from accelerate.commands.config.{module} import {name} as ask; found = ask(); print('GOT', found.num_processes)"
+    terminal = Terminal(tmp_path, environ, code)
+    first = "Where the run is" if function.endswith("user_input") else ONE_PROCESS[0]
+    terminal.goes_back(first)  # there is nothing before the first question
+    if first not in ONE_PROCESS:
+        terminal.accepts(first)
+    terminal.accepts(*ONE_PROCESS)
+    terminal.sees("GOT 1")
+    assert terminal.ends() == 0
+
+
+def test_answers_are_written_as_json_where_the_name_says_so(tmp_path: Path, environ: dict[str, str]) -> None:
+    terminal = Terminal(tmp_path / "answers.json", environ)
+    terminal.accepts("Where the run is", *ONE_PROCESS)
+    terminal.written()
+    assert terminal.path.read_text().startswith("{")

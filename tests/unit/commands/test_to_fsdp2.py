@@ -149,3 +149,18 @@ def test_every_option_is_known() -> None:
     options = set(knobs(FsdpOptions))
     assert options <= ARGUMENT_KEY_MAPPING.keys(), options - ARGUMENT_KEY_MAPPING.keys()
     assert ARGUMENT_VALUE_MAPPING.keys() <= ARGUMENT_KEY_MAPPING.keys()
+
+
+def test_a_file_with_an_empty_mapping_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{}\n")
+    with pytest.raises(ConfigurationError, match=r"config.yaml' is empty.*nothing to convert.*`accelerate config`"):
+        load_config(path)
+
+
+def test_a_version_that_was_written_down_is_replaced() -> None:
+    reset_warnings()
+    with pytest.warns(UserWarning, match="fsdp_version becomes 2"):
+        converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, "fsdp_offload_params": True}})
+    section = converted["fsdp_config"]
+    assert (section["fsdp_version"], section["fsdp_offload_params"]) == (2, True)

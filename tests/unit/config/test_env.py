@@ -168,6 +168,22 @@ def test_purge_on_a_class_reaches_test_methods_and_subclasses() -> None:
         assert env.get(NAME) == "x"
 
 
+def test_purge_on_a_class_keeps_its_own_hook_for_subclasses() -> None:
+    seen: list[tuple[str, int]] = []
+
+    @env.purge_accelerate_environment
+    class Base:
+        def __init_subclass__(cls, size: int = 0) -> None:
+            seen.append((cls.__name__, size))
+
+    class Child(Base, size=3):
+        def test_more(self) -> None:
+            env.put(NAME, "x")
+
+    Child().test_more()
+    assert (seen, env.get(NAME)) == ([("Child", 3)], None)
+
+
 def test_lines_for_a_file_leave_out_what_a_shell_misreads() -> None:
     with pytest.warns(UserWarning, match="left out") as seen:
         lines = env.convert_dict_to_env_variables({"A": "1", "B": "two words", "C": "x;y", "D": "", "E": 5})

@@ -417,3 +417,16 @@ def test_a_basic_file_is_written_once_and_is_right(tmp_path: Path) -> None:
     assert path.read_text() == before
     with pytest.raises(ValueError, match="'fp7'"):
         write_basic_config("fp7", tmp_path / "other.yaml")
+
+
+def test_a_list_of_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, {**BASE, "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": ["Block", {"a": 1}]}})
+    with pytest.raises(ConfigurationError, match=r"fsdp_transformer_layer_cls_to_wrap.*names between commas"):
+        read_config_file(path)
+
+
+def test_a_json_file_is_read_as_the_class_that_it_describes(tmp_path: Path) -> None:
+    path = write(tmp_path, {**BASE, "num_processes": 1, "mixed_precision": "bf16"}, "config.json")
+    assert ClusterConfig.from_json_file(path).mixed_precision == "bf16"
+    with pytest.raises(ConfigurationError, match=r"config.json' says compute_environment: LOCAL_MACHINE, so it is no "):
+        SageMakerConfig.from_json_file(path)

@@ -120,3 +120,10 @@ def test_a_made_default_is_a_new_object_each_time() -> None:
     first, second = Paint(), Paint()
     first.notes.append("x")
     assert second.notes == []
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"), [('["a", "b c"]', ["a", "b c"]), ("[1, 2]", ["1", "2"]), ("plain", ["plain"]), ("[x", ["[x"])]
+)
+def test_several_texts_are_json_and_one_is_itself(text: str, entries: list[str]) -> None:
+    assert module.REPEATED.parse(text) == entries

@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import unittest
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from tests.support.processes import run_group, script_environment
 
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.test_utils import testing
+from accelerate.test_utils.self_check import CheckFailure, expect_close
 from accelerate.test_utils.testing import TempDirTestCase
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
@@ -101,6 +106,75 @@ def test_temporary_folders_are_emptied_and_removed() -> None:
     unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
     assert (result.testsRun, result.errors, result.failures) == (2, [], [])
     assert not places[0].exists()
+
+
+def run_case(case: type[unittest.TestCase]) -> None:
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    assert (result.testsRun, result.errors, result.failures) == (1, [], [])
+
+
+def test_states_are_forgotten_after_a_test() -> None:
+    class Case(testing.AccelerateTestCase):
+        def test_it(self) -> None:
+            Accelerator(cpu=True)
+            assert PartialState().initialized
+
+    run_case(Case)
+    assert PartialState._shared_state == {}
+    assert AcceleratorState._shared_state == {}
+
+
+def test_mocks_end_with_their_test() -> None:
+    class Case(testing.MockingTestCase):
+        def test_it(self) -> None:
+            self.add_mocks(mock.patch.object(sys, "platform", "first"))
+            self.add_mocks([mock.patch.object(sys, "platform", "second")])
+            assert sys.platform == "second"
+
+    before = sys.platform
+    run_case(Case)
+    assert sys.platform == before
+
+
+def test_the_device_of_the_tests_and_its_memory() -> None:
+    kind, count, memory = testing.get_backend()
+    assert (kind, count) == (testing.torch_device, testing.device_count)
+    assert memory() == 0 or kind != "cpu"
+
+
+@pytest.mark.parametrize(
+    ("decorator", "runs"),
+    [
+        (testing.require_cuda, torch.cuda.is_available()),
+        (testing.require_xpu, torch.xpu.is_available()),
+        (testing.require_multi_device, torch.accelerator.device_count() > 1),
+        (testing.require_fp8, False),
+    ],
+)
+def test_requirements_of_devices(decorator: Callable[[Callable[[], str]], Callable[[], str]], runs: bool) -> None:
+    if not runs and not torch.accelerator.is_available():
+        with pytest.raises(unittest.SkipTest):
+            decorator(lambda: "ran")()
+    elif runs:
+        assert decorator(lambda: "ran")() == "ran"
+
+
+def test_flags_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_FLAG", "yes")
+    assert testing.parse_flag_from_env("SOME_FLAG")
+    assert testing.parse_flag_from_env("NO_SUCH_FLAG", default=True)
+    monkeypatch.setenv("SOME_FLAG", "maybe")
+    with pytest.raises(ValueError, match="maybe"):
+        testing.parse_flag_from_env("SOME_FLAG")
+
+
+def test_a_difference_above_the_tolerance_fails_the_check() -> None:
+    expect_close(torch.ones(2), torch.ones(2) + 1e-8, "weights", 1e-6)
+    with pytest.raises(CheckFailure, match=r"weights differs by 0.5, which is more than 0.1"):
+        expect_close(torch.ones(2), torch.tensor([1.0, 1.5]), "weights", 0.1)
+    with pytest.raises(CheckFailure, match="nan"):
+        expect_close(torch.ones(1), torch.tensor([float("nan")]), "weights", 0.1)
 
 
 def test_assert_exception() -> None:

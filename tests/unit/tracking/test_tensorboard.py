@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accelerate.tracking import TensorBoardTracker
+from accelerate.tracking import TensorBoardTracker, tensorboard
 
 
 def read(folder: Path) -> Any:
@@ -100,3 +102,12 @@ def test_settings_are_hyper_parameters_and_a_file(tracker: TensorBoardTracker, t
     assert yaml.safe_load(file.read_text()) == settings | {"betas": "(0.9, 0.95)", "scale": 2.0}
     (events,) = (tmp_path / "run").glob("*/events*")
     assert "_hparams_/session_start_info" in read(events.parent).summary_metadata
+
+
+def test_tensorboardx_takes_the_place_of_a_missing_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Mock()
+    monkeypatch.setitem(sys.modules, "tensorboardX", package)
+    monkeypatch.setattr(tensorboard, "is_package_available", lambda name: name == "tensorboardX")
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    assert tracker.tracker is package.SummaryWriter.return_value

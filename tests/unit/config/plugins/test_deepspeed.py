@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError, MissingPackageError
@@ -326,3 +329,52 @@ def test_a_plain_plugin_is_silent() -> None:
         warnings.simplefilter("error")
         plugin()
         DeepSpeedPlugin()
+
+
+# --- with stand-ins for the packages ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def integration(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Put stand-ins in the place of DeepSpeed and of what Transformers knows of it."""
+    transformers_side = Mock()
+    transformers_side.HfDeepSpeedConfig.side_effect = lambda config: ("registered", config)
+    monkeypatch.setitem(sys.modules, "deepspeed", Mock())
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", Mock())
+    monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", transformers_side)
+    return transformers_side
+
+
+def test_transformers_is_told_to_build_in_shards(integration: Mock) -> None:
+    made = DeepSpeedPlugin(zero_stage=3)
+    made.select(_from_accelerator_state=True)
+    word, config = made.dschf
+    assert word == "registered"
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["train_micro_batch_size_per_gpu"] == 1  # asked for before the loaders say it
+    assert "auto" not in config.values()
+    with made.zero3_init_context_manager(enable=True):  # it is on already
+        assert made.dschf == (word, config)
+    with made.zero3_init_context_manager(enable=False):
+        assert made.dschf is None
+        integration.unset_hf_deepspeed_config.assert_called_once_with()
+    assert made.dschf == (word, config)
+
+
+def test_a_batch_size_for_all_processes_is_enough_to_build_in_shards(integration: Mock) -> None:
+    made = plugin({"train_batch_size": 16, "zero_optimization": {"stage": 3}}, zero3_init_flag=True)
+    made.select(_from_accelerator_state=True)
+    assert "train_micro_batch_size_per_gpu" not in made.dschf[1]
+
+
+def test_expert_layers_are_named_to_deepspeed(integration: Mock) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    DeepSpeedPlugin(transformer_moe_cls_names="Linear, ReLU").set_moe_leaf_modules(model)
+    sys.modules["deepspeed.utils"].set_z3_leaf_modules.assert_called_once_with(model, [nn.Linear, nn.ReLU])  # type: ignore[attr-defined]
+
+
+def test_amd_devices_sum_bf16_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    made = plugin()
+    made.set_mixed_precision("bf16")
+    assert made.deepspeed_config["communication_data_type"] == "fp32"

@@ -20,7 +20,7 @@ from accelerate._base.helpers import reset_warnings
 from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.plugins.fsdp import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-from accelerate.config.plugins.fsdp_torch import get_module_class_from_name
+from accelerate.config.plugins.fsdp_torch import empty_on_current_device, get_module_class_from_name
 
 RAM = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -301,3 +301,18 @@ def test_memory_saving_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [env.get(name) for name in names] == ["false", "False"]
     for name in names:
         env.drop(name)
+
+
+def test_weights_get_memory_on_the_device_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2))
+    empty_on_current_device(model[0])
+    expected = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    assert expected is not None
+    assert model[0].weight.device.type == expected.type
+    # An accelerator is addressed with the index of this process.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    empty_on_current_device(model[0])
+    assert model[0].weight.device.type == "meta"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -261,3 +263,15 @@ def test_logging_options_need_the_package() -> None:
         MissingPackageError, match=r"set_all_logging_options=True\) needs the package 'megatron.training"
     ):
         MegatronLMPlugin(set_all_logging_options=True)
+
+
+def test_all_logging_options_are_turned_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_logging_args(parser: argparse.ArgumentParser) -> None:
+        for name in ("--log-params-norm", "--log-throughput", "--tensorboard-queue-size"):
+            parser.add_argument(name, action="store_true")
+
+    arguments = SimpleNamespace(_add_logging_args=add_logging_args)
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", arguments)
+    given = MegatronLMPlugin(set_all_logging_options=True).megatron_lm_default_args
+    assert (given["log_params_norm"], given["log_throughput"]) == (True, True)
+    assert "tensorboard_queue_size" not in given

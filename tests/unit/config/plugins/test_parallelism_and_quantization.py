@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import reset_warnings
+from accelerate.config.plugins import parallelism
 from accelerate.utils import (
     BnbQuantizationConfig,
     DeepSpeedPlugin,
@@ -113,3 +114,10 @@ def test_the_declarations_load_without_torch() -> None:
     source = f"import sys; {imports}; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_an_old_transformers_cannot_split_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(parallelism, "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION", "1000.0")
+    with pytest.raises(ConfigurationError, match=r"transformers 1000.0 or later, but an older one.*or set tp_size=1"):
+        TorchTensorParallelConfig()

@@ -251,6 +251,24 @@ def test_torchao_recipe_names_its_package() -> None:
         AORecipeKwargs()
 
 
+@pytest.mark.skipif(not is_torchao_available(), reason="torchao is not installed")
+def test_torchao_recipe_is_made_from_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = AORecipeKwargs(pad_inner_dim=False).config
+    assert (made.pad_inner_dim, made.enable_fsdp_float8_all_gather) == (False, True)
+    given = object()
+    assert AORecipeKwargs(config=given).config is given  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(is_transformer_engine_available(), reason="TransformerEngine is installed")
+def test_the_old_recipe_needs_the_package_of_its_backend() -> None:
+    reset_warnings()
+    with (
+        pytest.warns(FutureWarning, match="FP8RecipeKwargs is deprecated"),
+        pytest.raises(MissingPackageError, match=r"FP8RecipeKwargs\(\) needs the package 'transformer_engine'"),
+    ):
+        FP8RecipeKwargs(backend="TE")
+
+
 @pytest.mark.skipif(is_transformer_engine_available(), reason="TransformerEngine is installed")
 def test_transformer_engine_recipe_names_its_package() -> None:
     with pytest.raises(MissingPackageError, match="transformer_engine"):
