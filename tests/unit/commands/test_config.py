@@ -100,6 +100,15 @@ def test_show_says_where_each_value_came_from(
     assert "rdzv_backend" in capsys.readouterr().out
 
 
+def test_show_names_what_a_file_has_of_another_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: NO\nuse_xpu: true\nnum_processes: 1\n")
+    run("show", "--config_file", str(path))
+    told = capsys.readouterr().out
+    assert f"note: {path}: " in told
+    assert "the accelerator of Intel is found by itself" in told
+
+
 def test_show_prints_what_this_machine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nnum_machines: 2\nmain_process_ip: 10.0.0.1\n")

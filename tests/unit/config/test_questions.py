@@ -152,3 +152,10 @@ def test_jobs_on_sagemaker(tmp_path: Path, spread: str) -> None:
     assert isinstance(loaded, SageMakerConfig)
     assert (loaded.iam_role_name, loaded.distributed_type.value) == ("role", spread)
     assert loaded.num_machines == (1 if spread == "NO" else 2)
+
+
+def test_nothing_is_offered_after_the_last_answer() -> None:
+    interview = Interview(cluster_questions(PLAIN))
+    assert interview.offered() is not None
+    walk(interview)
+    assert (interview.current(), interview.offered()) == (None, None)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import traceback
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.support.processes import script_environment
 
 from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate._base.errors import ConfigurationError
@@ -77,6 +80,35 @@ def test_a_signal_to_the_launcher_reaches_the_command(
     assert heard.exists()
     assert f"accelerate launch: {number.name}, ending the workers; again ends them at once" in capsys.readouterr().err
     assert signal.getsignal(number) is before
+
+
+STUBBORN = """
+import sys
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.processes import launch_folder, run_command
+
+command = ("/bin/sh", "-c", "trap '' TERM; echo $$; while :; do sleep 0.05; done")
+with launch_folder({}) as folder:
+    sys.exit(run_command(LaunchPlan("exec", command, {}, seconds_to_end=600), command, {}, folder))
+"""
+
+
+def test_a_second_signal_ends_a_command_that_does_not_listen() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN],
+        env=script_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        command = int(launcher.stdout.readline())
+        launcher.terminate()
+        assert "SIGTERM, ending the workers; again ends them at once" in launcher.stderr.readline()
+        launcher.terminate()
+        assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(command)
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from tests.support.processes import run_group, script_environment
 
 from accelerate import Accelerator, PartialState
+from accelerate._base.imports import is_comet_ml_available
 from accelerate.state import AcceleratorState
 from accelerate.test_utils import testing
 from accelerate.test_utils.self_check import CheckFailure, expect_close
@@ -160,13 +161,18 @@ def test_requirements_of_devices(decorator: Callable[[Callable[[], str]], Callab
         assert decorator(lambda: "ran")() == "ran"
 
 
-def test_flags_and_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_FLAG", "yes")
     assert testing.parse_flag_from_env("SOME_FLAG")
     assert testing.parse_flag_from_env("NO_SUCH_FLAG", default=True)
     monkeypatch.setenv("SOME_FLAG", "maybe")
     with pytest.raises(ValueError, match="maybe"):
         testing.parse_flag_from_env("SOME_FLAG")
+
+
+@pytest.mark.skipif(is_comet_ml_available(), reason="comet_ml takes over other trackers")
+def test_trackers_are_there() -> None:
+    assert testing.require_trackers(lambda: "ran")() == "ran"
 
 
 def test_a_difference_above_the_tolerance_fails_the_check() -> None:
