@@ -21,6 +21,7 @@ SUBJECTS = {
     "runtime/test_profile.py",
     "strategies/test_fsdp_public.py",
     "test_launcher_environments.py",
+    "tracking/test_package_calls.py",
     "tracking/test_packages.py",
     "utils/test_surface.py",
 }

@@ -69,6 +69,13 @@ def test_the_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
     assert typed.resolved("mixed_precision").origin.source is OptionSource.FLAG
 
 
+def test_a_configuration_is_a_mapping_of_every_option() -> None:
+    config = launch("--num_processes", "3")
+    assert set(config) == set(options())
+    assert len(config) == len(options())
+    assert dict(config)["num_processes"] == 3
+
+
 def test_a_flag_with_the_value_of_the_default_wins_over_the_file(tmp_path: Path) -> None:
     path = file(tmp_path, rdzv_backend="c10d", fsdp_config={"fsdp_version": 2})
     config = launch("--config_file", path, "--rdzv_backend", "static", "--fsdp_version", "1")
