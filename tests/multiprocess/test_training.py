@@ -468,3 +468,8 @@ def test_a_replica_is_wrapped_once_and_unwraps_to_the_model(world_size: int) -> 
 @WORLD_SIZES
 def test_an_accelerator_of_a_group_can_be_pickled(world_size: int) -> None:
     assert results(world_size, "pickled_accelerator") == [(True, 2, list(range(world_size)))] * world_size
+
+
+def test_averaging_after_no_step_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"local_sgd_steps=0 is not a number of steps. Write 1 or more"):
+        LocalSGD(fresh_accelerator(), line(), 0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accelerate._base import pages
 from accelerate.checkpointing import files
-from accelerate.checkpointing.files import _SEGMENT, Checksum, FileRecord, FolderWriter, checksum
+from accelerate.checkpointing.files import _SEGMENT, Checksum, FileRecord, FolderWriter, WorkerThread, checksum
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -146,3 +146,15 @@ def test_mapped_and_read_files_have_the_same_checksum(tmp_path: Path, monkeypatc
     monkeypatch.undo()
     monkeypatch.setattr(files, "_MAPPED_AT_ONCE", _SEGMENT)
     assert checksum(path) == mapped
+
+
+def test_what_a_function_raises_in_the_thread_is_raised_where_its_result_is_wanted() -> None:
+    def fail() -> None:
+        raise OSError("the disk is gone")
+
+    thread = WorkerThread("test")
+    failed, fine = thread.submit(fail), thread.submit(lambda: 3)
+    with pytest.raises(OSError, match="the disk is gone"):
+        failed.result(60)
+    assert fine.result(60) == 3
+    thread.close()

@@ -17,7 +17,7 @@ from accelerate.checkpointing.catalog import inspect
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Facts
 from accelerate.checkpointing.parts import LoadOptions
-from accelerate.checkpointing.snapshot import Snapshot
+from accelerate.checkpointing.snapshot import Snapshot, copy_before_step
 from accelerate.checkpointing.state import PendingSave, RankGroup, StagedSave
 from accelerate.collectives.base import SoloCommunicator
 from accelerate.runtime.atomic import make_stage
@@ -174,3 +174,35 @@ def test_a_checkpoint_that_cannot_take_its_name_is_told(tmp_path: Path) -> None:
         staged(target, write).complete()
     assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
     assert target.read_text() == "somebody else's"
+
+
+def test_older_checkpoints_that_cannot_be_read_are_left_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "checkpoint_0" / ".sealed"
+    broken.mkdir(parents=True)
+    (broken / "manifest.json").write_text("{")
+    save = staged(tmp_path / "checkpoint_1", lambda folder: folder.write_json("a", 1), step=1)
+    save.keep = 1
+    save.complete()
+    assert inspect(tmp_path / "checkpoint_1", checksums=True).is_valid
+    assert broken.is_dir()
+    assert f"Older checkpoints in {tmp_path} were not removed: " in caplog.text
+
+
+def test_a_state_that_cannot_be_copied_stops_the_save(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+    def fail(state: Any) -> Any:
+        raise MemoryError("no more")
+
+    class Deferred(Writes):
+        def snapshot(self) -> Any:
+            return copy_before_step(optimizer, optimizer.state_dict(), "optimizer 0", fail)
+
+    folder = FolderWriter(make_stage(tmp_path / "state"))
+    part = Deferred(lambda folder: folder.write_json("a", 1))
+    save = StagedSave(tmp_path / "state", folder, solo(), Facts(), None, Snapshot([part]))
+    with pytest.raises(CheckpointError, match=r"could not be saved.*Rank 0: MemoryError: no more"):
+        save.complete()
+    assert list(tmp_path.iterdir()) == []

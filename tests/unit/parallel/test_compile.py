@@ -228,3 +228,11 @@ def test_children_are_unwrapped_on_request() -> None:
     outer = torch.nn.Sequential(torch.nn.DataParallel(inner))
     assert isinstance(extract_model_from_parallel(outer)[0], torch.nn.DataParallel)  # type: ignore[index]
     assert extract_model_from_parallel(outer, recursive=True)[0] is inner  # type: ignore[index]
+
+
+def test_blocks_of_an_inner_model_are_compiled() -> None:
+    outer = torch.nn.Sequential(Model(), torch.nn.Identity())
+    compiled = compile_regions(outer, backend="eager")
+    assert [is_compiled_module(block) for block in compiled[0].blocks] == [True] * 3
+    assert not has_compiled_regions(outer)
+    assert compiled[0].blocks[0]._orig_mod is outer[0].blocks[0]
