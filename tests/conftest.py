@@ -66,3 +66,11 @@ def leave_nothing_behind() -> Iterator[None]:
     forget_inherited_state()
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def empty_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test in an empty folder with a script `train.py`, and without the user's configuration."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -35,7 +35,7 @@ def test_one_process_does_without_what_shards_models(work: str) -> None:
 
 def test_what_a_run_on_one_cpu_says_of_itself() -> None:
     accelerator = Accelerator()
-    loader = torch.utils.data.DataLoader(range(4))  # type: ignore[arg-type]
+    loader = torch.utils.data.DataLoader([0, 1, 2, 3])
     assert not accelerator.multi_device
     assert not accelerator.fp8_enabled
     assert not accelerator.has_fp8_handler

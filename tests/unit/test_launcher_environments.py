@@ -25,12 +25,7 @@ from accelerate.utils.launch import (
     setup_fp8_env,
 )
 
-
-@pytest.fixture(autouse=True)
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("empty_script")
 
 
 def parsed(*words: str) -> argparse.Namespace:

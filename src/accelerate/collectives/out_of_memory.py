@@ -79,7 +79,7 @@ class _Attempt:
         """Return what an error says about this try."""
         if should_reduce_batch_size(error):
             return _End.OUT_OF_MEMORY
-        # Before a rank has hung up no other can break a collective, and one that breaks is a RuntimeError.
+        # Before a rank has closed its connections no other can break a collective, and one that breaks is a RuntimeError.
         if self.ran_out or (self.connections_closed and isinstance(error, RuntimeError)):
             return _End.INTERRUPTED
         return _End.FAILED
@@ -294,7 +294,7 @@ def _settle(attempt: _Attempt, end: _End) -> None:
         return
     if end is not _End.FAILED:
         gc.collect()
-    # Once one has hung up there is nothing to save, and a third rank may wait for this one.
+    # Once one has closed them there is nothing to save, and a third rank may wait for this one.
     is_complete = attempt.wait(0 if attempt.connections_closed else _PATIENCE_SECONDS)
     if not is_complete:
         # An error is not kept back for the sake of a rank that may compute for hours, or that nothing can free.

@@ -185,20 +185,31 @@ def test_a_folder_of_safetensors_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], env=script_environment(), check=True, capture_output=True)
 
 
-def test_a_model_in_the_cache_is_found_without_a_connection(tmp_path: Path) -> None:
-    home = tmp_path / "models--owner--tiny"
+def cached_snapshot(cache: Path) -> Path:
+    """Make the folder of a model, "owner/tiny", in a cache of the Hub."""
+    home = cache / "models--owner--tiny"
     snapshot = home / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
     snapshot.mkdir(parents=True)
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(snapshot.name)
-    write_config(snapshot, "BertModel")
-    done = subprocess.run(
+    return snapshot
+
+
+def estimate_cached(cache: Path) -> subprocess.CompletedProcess[str]:
+    """Ask for that model without a connection."""
+    return subprocess.run(
         [sys.executable, "-m", "accelerate.commands.estimate", "owner/tiny", "--json"],
-        env=script_environment({"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}),
+        env=script_environment({"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}),
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_a_model_in_the_cache_is_found_without_a_connection(tmp_path: Path) -> None:
+    snapshot = cached_snapshot(tmp_path)
+    write_config(snapshot, "BertModel")
+    done = estimate_cached(tmp_path)
     assert done.returncode == 0, done.stderr
     expected = sum(parameter.numel() for parameter in real_model(snapshot, "BertModel").parameters())
     assert json.loads(done.stdout)["parameters"] == expected
@@ -369,21 +380,11 @@ def test_code_that_comes_with_a_configuration_is_not_run_unasked(tmp_path: Path)
 
 
 def test_a_cache_with_some_shards_only_is_not_enough(tmp_path: Path) -> None:
-    home = tmp_path / "models--owner--tiny"
-    snapshot = home / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    snapshot.mkdir(parents=True)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(snapshot.name)
+    snapshot = cached_snapshot(tmp_path)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"a": torch.zeros(3)}, snapshot / "model-00001-of-00002.safetensors")
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.estimate", "owner/tiny", "--json"],
-        env=script_environment({"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = estimate_cached(tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "the Hub cannot be asked" in done.stderr
 

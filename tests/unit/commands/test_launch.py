@@ -14,12 +14,7 @@ from tests.support.launching import launch_environment
 from accelerate._base.errors import ConfigurationError
 from accelerate.commands import launch
 
-
-@pytest.fixture(autouse=True)
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("empty_script")
 
 
 def parsed(*words: str) -> argparse.Namespace:
