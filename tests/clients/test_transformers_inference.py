@@ -115,12 +115,15 @@ def test_some_blocks_on_the_disk(saved: tuple[Any, Path], tmp_path: Path) -> Non
     assert [name for name, parameter in loaded.named_parameters() if parameter.device.type == "meta"] == on_disk
 
 
-def test_a_memory_limit_sends_the_rest_to_the_disk(saved: tuple[Any, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_text", [False, True], ids=["bytes", "text"])
+def test_a_memory_limit_sends_the_rest_to_the_disk(saved: tuple[Any, Path], tmp_path: Path, as_text: bool) -> None:
     model, folder = saved
-    total = sum(parameter.nbytes for parameter in model.parameters())
+    limit = int(0.75 * sum(parameter.nbytes for parameter in model.parameters()))
+    max_memory = {"cpu": f"{limit / 1000}KB" if as_text else limit}
     loaded = AutoModelForCausalLM.from_pretrained(
-        folder, device_map="auto", max_memory={"cpu": int(0.75 * total)}, offload_folder=tmp_path / "offload"
+        folder, device_map="auto", max_memory=max_memory, offload_folder=tmp_path / "offload"
     )
+    assert max_memory == {"cpu": limit}  # which Transformers compares with the sizes of the layers
     assert set(loaded.hf_device_map.values()) == {"cpu", "disk"}
     assert_same(loaded, model)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -156,7 +156,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     """Return the bytes that each device may take, ordered as a plan fills them: accelerators, CPU, disk.
 
     Args:
-        max_memory: Limits in bytes or as text like `"10GB"`; without it, the memory that is free now.
+        max_memory: Limits in bytes or as text like `"10GB"`, which becomes bytes in place: programs compare the limits
+            that they gave after the call. Without it, the memory that is free now.
 
     Raises:
         ConfigurationError: If a key is neither an index, a device type, `"cpu"` nor `"disk"`.
@@ -175,7 +176,10 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     for key in sorted(key for key in max_memory if isinstance(key, int) and key not in found):
         logger.warning("Memory was given for device %r, and the devices found here are %r.", key, found)
     order = sorted(max_memory, key=lambda key: (0, key) if isinstance(key, int) else (1, named.index(key)))
-    return {key: convert_file_size_to_int(max_memory[key]) for key in order}
+    limits = {key: convert_file_size_to_int(max_memory[key]) for key in order}
+    if isinstance(max_memory, MutableMapping):
+        max_memory.update((key, limits[key]) for key, given in max_memory.items() if isinstance(given, str))
+    return limits
 
 
 def _indices(backend: DeviceBackend) -> list[int]:

@@ -72,7 +72,7 @@ def lookup(table: Mapping[str, T], name: str) -> T | None:
 
 
 def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> dict[str, Place]:
-    """Return the map with one entry for every sub-tree that lies on one device.
+    """Shorten a map, in place where it is a dictionary, to one entry for every sub-tree that lies on one device.
 
     Args:
         module_name: Shorten only what lies at or below this module.
@@ -89,14 +89,18 @@ def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> 
             if first[prefix] != place:
                 mixed.add(prefix)
     uniform = several - mixed
-    if not uniform:
-        return dict(device_map)
+    if not uniform and isinstance(device_map, dict):
+        return device_map
     shortened: dict[str, Place] = {}
     for name, place in device_map.items():
         inside = [prefix for prefix in prefixes(name) if not module_name or f"{prefix}.".startswith(f"{module_name}.")]
         highest = next((prefix for prefix in reversed(inside) if prefix in uniform), name)
         shortened[highest] = place
-    return shortened
+    if not isinstance(device_map, dict):
+        return shortened
+    device_map.clear()
+    device_map.update(shortened)
+    return device_map
 
 
 def flatten_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> dict[str, Place]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from accelerate.offload.memory import (
     get_module_leaves,
 )
 from accelerate.offload.places import as_device
+from accelerate.offload.plan import infer_auto_device_map
 
 
 class Net(nn.Module):
@@ -88,6 +90,18 @@ def test_memory_limits_are_read_and_ordered(caplog: pytest.LogCaptureFixture) ->
     assert "device 1" in caplog.text  # there is no such accelerator here, so the plan cannot be run here
     with pytest.raises(ValueError, match="'moon'"):
         get_max_memory({"moon": 3})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [get_max_memory, partial(get_balanced_memory, Net()), partial(infer_auto_device_map, Net())],
+    ids=["get_max_memory", "get_balanced_memory", "infer_auto_device_map"],
+)
+def test_limits_given_as_text_become_bytes_in_place(read: Callable[[Mapping[int | str, int | str]], object]) -> None:
+    given: dict[int | str, int | str] = {"disk": "1MB", "cpu": "100KB"}
+    read(given)
+    assert list(given.items()) == [("disk", 10**6), ("cpu", 10**5)]  # in the order of the caller
+    read(MappingProxyType({"cpu": "100KB"}))  # what cannot be changed is read all the same
 
 
 def test_without_accelerators_the_free_memory_of_the_host_counts() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 import torch
 from torch import nn
@@ -43,7 +45,10 @@ def test_places_that_are_no_device_are_refused() -> None:
     ],
 )
 def test_a_map_is_written_short(given_map: dict[str, int | str], expected: dict[str, int | str]) -> None:
-    assert clean_device_map(given_map) == expected
+    fixed = MappingProxyType(dict(given_map))
+    assert clean_device_map(fixed) == expected
+    assert clean_device_map(given_map) is given_map  # programs read the map that they gave
+    assert given_map == expected
 
 
 def test_a_map_is_shortened_below_one_module_only() -> None:
