@@ -139,6 +139,11 @@ def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     return _requires(func, is_torchao_available, "'torchao' in version 0.6.1 or later", "torchao")
 
 
+def transformer_engine_required(func: Callable[P, R]) -> Callable[P, R]:
+    """Make a function raise a clear error where TransformerEngine is not installed."""
+    return _requires(func, is_transformer_engine_available, "'transformer_engine'", '"transformer_engine[pytorch]"')
+
+
 def _requires(func: Callable[P, R], is_available: Callable[[], bool], package: str, install: str) -> Callable[P, R]:
     @functools.wraps(func)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -352,8 +357,11 @@ def is_transformer_engine_mxfp8_available() -> bool:
     """Say whether TransformerEngine can scale in blocks (MXFP8) on this hardware."""
     if not is_package_available("transformer_engine"):
         return False
-    fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
-    check = getattr(fp8, "check_mxfp8_support", None)
+    check = getattr(importlib.import_module("transformer_engine.pytorch"), "is_mxfp8_available", None)
+    if check is not None:
+        return bool(check())
+    # Before 2.9 the question stood elsewhere, and before 2.0 there were no such formats.
+    check = getattr(importlib.import_module("transformer_engine.pytorch.fp8"), "check_mxfp8_support", None)
     return bool(check()[0]) if check is not None else False
 
 

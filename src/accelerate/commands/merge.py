@@ -9,17 +9,17 @@ from typing import Any
 from accelerate.commands import command_parser, run_as_program
 from accelerate.config.cli import spellings
 
-__all__ = ["main", "merge_command", "merge_command_parser"]
+__all__ = ["description", "main", "merge_command", "merge_command_parser"]
+
+description = (
+    "Merge the shards of a model that was saved under FSDP with SHARDED_STATE_DICT into one file. "
+    "Only the files are needed: no accelerator, and not the number of processes that saved them."
+)
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Make the parser of `accelerate merge-weights`."""
-    parser = command_parser(
-        "merge-weights",
-        subparsers,
-        description="Merge the shards of a model that was saved under FSDP with SHARDED_STATE_DICT into one file. "
-        "Only the files are needed: no accelerator, and not the number of processes that saved them.",
-    )
+    parser = command_parser("merge-weights", subparsers, description=description)
     parser.add_argument(
         "checkpoint_directory", help="The folder of the shards (pytorch_model_fsdp_0), or the checkpoint that it is in."
     )

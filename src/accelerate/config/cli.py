@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.config.sections.registry import LaunchOption, options
 
 
-class _RecordValue(argparse.Action):
+class RecordValue(argparse.Action):
     """Store a value and record that it was given, in `namespace.nondefault`."""
 
     def __call__(
@@ -19,6 +19,7 @@ class _RecordValue(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        """Store and record."""
         setattr(namespace, self.dest, self.value(namespace, values, option_string))
         # A new set each time: the one of another parse must not grow.
         namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}
@@ -28,7 +29,7 @@ class _RecordValue(argparse.Action):
         return values
 
 
-class _RecordSwitch(_RecordValue):
+class _RecordSwitch(RecordValue):
     """Turn a switch on, or off by the flag that says so."""
 
     def __init__(self, *, off: Sequence[str] = (), **kwargs: Any) -> None:
@@ -39,7 +40,7 @@ class _RecordSwitch(_RecordValue):
         return option_string not in self.off
 
 
-class _RecordList(_RecordValue):
+class _RecordList(RecordValue):
     """Collect the values of a flag that is repeated."""
 
     def value(self, namespace: argparse.Namespace, values: Any, option_string: str | None) -> list[Any]:
@@ -62,7 +63,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("training_script", "training_script_args"):
         option = options()[name]
         rest: dict[str, Any] = {"nargs": argparse.REMAINDER} if option.knob.shape == "rest" else {}
-        parser.add_argument(name, action=_RecordValue, help=option.knob.help, **rest)
+        parser.add_argument(name, action=RecordValue, help=option.knob.help, **rest)
 
 
 def spellings(flag: str) -> list[str]:
@@ -80,7 +81,7 @@ def _add(group: Any, option: LaunchOption) -> None:
         text |= {"action": _RecordSwitch, "off": [name for flag in off for name in spellings(flag)]}
     else:
         text["metavar"] = "{" + ",".join(map(str, declared.choices)) + "}" if declared.choices else option.name.upper()
-        text |= {"action": _RecordValue, "type": _reader(option)}
+        text |= {"action": RecordValue, "type": _reader(option)}
     if declared.shape == "repeat":
         text |= {"action": _RecordList, "type": str}
     names = dict.fromkeys(name for flag in shown for name in (spellings(flag) if flag.startswith("--") else [flag]))

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.parts import by_position
 from accelerate.checkpointing.sharded import WholeTensors, read_whole, without_group_warning
-from accelerate.commands import accelerate_cli
+from accelerate.commands import accelerate_cli, merge
 from accelerate.utils import merge_fsdp_weights
 
 WEIGHTS = {
@@ -83,3 +83,7 @@ def test_states_by_name_are_counted(checkpoint: Path) -> None:
     state = by_position(read_whole(checkpoint / "optimizer_0")["optimizer"])
     assert state == {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"params": [0]}]}
     assert by_position(state) == state
+
+
+def test_the_parser_says_what_the_module_says() -> None:
+    assert merge.merge_command_parser().description == merge.description

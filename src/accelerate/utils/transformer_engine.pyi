@@ -1,0 +1,5 @@
+from accelerate._base.imports import is_transformer_engine_available as is_transformer_engine_available
+from accelerate.precision.transformer_engine_fp8 import apply_fp8_autowrap as apply_fp8_autowrap
+from accelerate.precision.transformer_engine_fp8 import contextual_fp8_autocast as contextual_fp8_autocast
+from accelerate.precision.transformer_engine_fp8 import convert_model as convert_model
+from accelerate.precision.transformer_engine_fp8 import has_transformer_engine_layers as has_transformer_engine_layers
