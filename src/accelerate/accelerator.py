@@ -18,6 +18,7 @@ from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate._base.enums import DistributedType, FP8BackendType, RNGType
 from accelerate._base.errors import CheckpointError, UsageError
 from accelerate._base.helpers import warn_once
+from accelerate._base.lazy import attach_passing_names
 from accelerate.checkpointing import catalog, torch_files
 from accelerate.checkpointing.catalog import CheckpointInfo
 from accelerate.checkpointing.export import save_weights, weights_of
@@ -61,6 +62,8 @@ if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by th
     from accelerate.tracking.registry import Chosen
 
 __all__ = ["Accelerator"]
+
+attach_passing_names(__name__)
 
 Function = Callable[..., Any]
 
@@ -203,6 +206,7 @@ class Accelerator(ProcessControl):
     te_recipe_handler = View[TERecipeKwargs | None]("_run.options.handlers")
     msamp_recipe_handler = View[MSAMPRecipeKwargs | None]("_run.options.handlers")
     fp8_backend = View[FP8BackendType]("_run.options.handlers", "The library that computes in fp8.")
+    has_fp8_handler = View[bool]("_run.options.handlers", "Whether there is a recipe for fp8.")
 
     # Where this process stands.
     device = View[torch.device]("state", "The device of this process.")
@@ -218,6 +222,7 @@ class Accelerator(ProcessControl):
     torch_device_mesh = View[Any]("state", "The mesh of devices, None without one.", name="device_mesh")
     sync_gradients = View[bool]("gradient_state", "Whether the batch at hand completes a window of gradients.")
     native_amp = View[bool]("precision", "Whether forward passes run in autocast.")
+    fp8_enabled = View[bool]("precision", "Whether this run computes in fp8.")
     scaler = View[torch.amp.GradScaler | None]("precision", "The gradient scaler of float16 training.")
     has_lomo_optimizer = View[bool]("_objects", "Whether an optimizer steps inside backward (LOMO).", name="has_lomo")
     step = View[int]("_stepper", "Batches since the last end of a loader.")
@@ -236,16 +241,6 @@ class Accelerator(ProcessControl):
     def multi_device(self) -> bool:
         """Return whether several processes train replicas on accelerators, one each."""
         return self.use_distributed and self.strategy.caps.replicates and self._run.runtime.device.type != "cpu"
-
-    @property
-    def fp8_enabled(self) -> bool:
-        """Return whether this run computes in fp8."""
-        return self.mixed_precision == "fp8"
-
-    @property
-    def has_fp8_handler(self) -> bool:
-        """Return whether a recipe for fp8 was given."""
-        return self.fp8_backend is not FP8BackendType.NO
 
     @property
     def should_save_model(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
@@ -51,6 +52,8 @@ __all__ = [
     "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
 ]
+
+attach_passing_names(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.lazy import attach_passing_names
 from accelerate.collectives.base import communicator
 from accelerate.offload.memory import compute_module_sizes, convert_file_size_to_int
 from accelerate.offload.places import Place
@@ -18,6 +19,8 @@ from accelerate.parallel.pipeline_inference import Pipeline, find_batch_size
 from accelerate.runtime import current
 
 __all__ = ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]
+
+attach_passing_names(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 

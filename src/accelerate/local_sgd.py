@@ -10,10 +10,13 @@ import torch
 from typing_extensions import Self
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.lazy import attach_passing_names
 from accelerate.collectives.base import communicator
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
+
+attach_passing_names(__name__)
 
 
 class LocalSGD:

@@ -8,8 +8,11 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from accelerate._base.errors import UsageError
+from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.runtime import current, process_control
+
+attach_passing_names(__name__)
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):

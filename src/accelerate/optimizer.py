@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.lazy import attach_passing_names
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState, Progress
+
+attach_passing_names(__name__)
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.config.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
@@ -19,6 +20,8 @@ from accelerate.parallel.mesh import build_mesh, submesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+attach_passing_names(__name__)
 
 _DATA_AXES = (MeshAxis.DP_REPLICATE, MeshAxis.DP_SHARD)
 # Those that spread one share of the data, innermost first.

@@ -8,8 +8,11 @@ from typing import Any, Protocol
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from accelerate._base.helpers import warn_once
+from accelerate._base.lazy import attach_passing_names
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState
+
+attach_passing_names(__name__)
 
 
 class SteppingOptimizer(Protocol):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import is_deepspeed_available, is_fp8_available
+from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.config.env import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 from accelerate.devices import registry as devices
@@ -39,6 +40,8 @@ __all__ = [
     "parse_choice_from_env",
     "parse_flag_from_env",
 ]
+
+attach_passing_names(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

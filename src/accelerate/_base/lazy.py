@@ -1,7 +1,8 @@
 """Modules whose names live elsewhere and are imported when they are first read (PEP 562).
 
 The table of public names is the stubs: `utils/operations.pyi` lists what `accelerate.utils.operations` shows, each name
-once with its home. Type checkers read it as a stub, and the module beside it reads it here.
+once with its home. Type checkers read it as a stub, and the module beside it reads it here. `passing_names` lists the
+modules that let some of these names be imported from them too, though they only use them.
 """
 
 from __future__ import annotations
@@ -54,11 +55,20 @@ def attach_stub(module_name: str) -> Attached:
     """Make `__getattr__` and `__dir__` for a module from the stub beside it, which is read with the first name."""
 
     def resolve(name: str) -> object:
+        names = stub_names(module_name)
         if name == "__all__":  # of a star import
-            return sorted(public for public in stub_names(module_name) if not public.startswith("_"))
-        return _resolve(module_name, stub_names(module_name), name)
+            return sorted(public for public in names if not public.startswith("_"))
+        return _resolve(module_name, names, name) if name in names else _resolve_passing(module_name, name)
 
     return resolve, lambda: sorted({*vars(sys.modules[module_name]), *stub_names(module_name)})
+
+
+def attach_passing_names(module_name: str) -> None:
+    """Let a module with a body of its own give the names that only pass through it, when somebody asks for one.
+
+    It is set from here, and not written in the module: a type checker would then believe in any name.
+    """
+    vars(sys.modules[module_name])["__getattr__"] = lambda name: _resolve_passing(module_name, name)
 
 
 def attach(module_name: str, table: Mapping[str, str]) -> Attached:
@@ -71,6 +81,15 @@ def attach(module_name: str, table: Mapping[str, str]) -> Attached:
             the sub-module itself.
     """
     return lambda name: _resolve(module_name, table, name), lambda: sorted({*vars(sys.modules[module_name]), *table})
+
+
+def _resolve_passing(module_name: str, name: str) -> object:
+    # Special names are asked of every module, and names of sub-modules, before they are imported, of the package.
+    if name.startswith("__") or module_name == "accelerate":
+        return _resolve(module_name, {}, name)
+    from accelerate._base.passing_names import PASSING_NAMES
+
+    return _resolve(module_name, by_home(PASSING_NAMES.get(module_name, {})), name)
 
 
 def _resolve(module_name: str, table: Mapping[str, str], name: str) -> object:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from accelerate import launch
+from accelerate._base.lazy import attach_passing_names
 from accelerate.commands import run_as_program
 from accelerate.config import conflicts, env
 from accelerate.config.cli import add_launch_arguments
@@ -31,6 +32,8 @@ __all__ = [
     "tpu_launcher",
     "tpu_pod_launcher",
 ]
+
+attach_passing_names(__name__)
 
 # --- the command line -------------------------------------------------------------------------------------------------
 

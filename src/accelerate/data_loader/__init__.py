@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accelerate._base.lazy import attach_passing_names
 from accelerate.data_loader.adapter import _PYTORCH_DATALOADER_KWARGS, DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.iterables import IterableDatasetShard
@@ -30,3 +31,5 @@ __all__ = [
     "prepare_data_loader",
     "skip_first_batches",
 ]
+
+attach_passing_names(__name__)

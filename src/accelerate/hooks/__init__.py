@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from accelerate._base.lazy import attach_passing_names
 from accelerate.hooks.align import AlignDevicesHook
 from accelerate.hooks.attach import (
     attach_align_device_hook,
@@ -33,3 +34,5 @@ __all__ = [
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
+
+attach_passing_names(__name__)

@@ -23,6 +23,7 @@ from accelerate._base.enums import PrecisionType
 from accelerate._base.errors import AccelerateError, ConfigurationError, UsageError, WrongTypeError
 from accelerate._base.helpers import Choice
 from accelerate._base.imports import require
+from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
@@ -34,6 +35,8 @@ from accelerate.runtime import current
 from accelerate.state import PartialState
 
 __all__ = ["debug_launcher", "notebook_launcher", "test_launch"]
+
+attach_passing_names(__name__)
 
 # Packages that set up the accelerator when they are imported.
 _EAGER_PACKAGES = ("bitsandbytes",)

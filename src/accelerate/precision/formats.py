@@ -24,6 +24,7 @@ class Precision:
     name = "no"
     scaler: torch.amp.GradScaler | None = None
     native_amp = False
+    fp8_enabled = False
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context in which a forward pass runs."""

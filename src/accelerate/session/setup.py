@@ -82,6 +82,11 @@ class Handlers:
         }
         return next((backend for backend, recipe in recipes.items() if recipe is not None), FP8BackendType.NO)
 
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Return whether there is a recipe for fp8."""
+        return self.fp8_backend is not FP8BackendType.NO
+
 
 _FP8_RECIPES = ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler")
 

@@ -1,6 +1,7 @@
 """Experiment trackers: one class for each, chosen by name or registered by others."""
 
 from accelerate._base.enums import LoggerType
+from accelerate._base.lazy import attach_passing_names
 from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker, IncompleteTrackerError, on_main_process
 from accelerate.tracking.clearml import ClearMLTracker
@@ -35,3 +36,5 @@ __all__ = [
     "on_main_process",
     "register_tracker_class",
 ]
+
+attach_passing_names(__name__)

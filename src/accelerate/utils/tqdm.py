@@ -6,6 +6,9 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import require
+from accelerate._base.lazy import attach_passing_names
+
+attach_passing_names(__name__)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
