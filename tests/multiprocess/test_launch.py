@@ -105,6 +105,17 @@ def test_the_number_asked_for_is_started(script: Path) -> None:
     assert done.stderr == ""
 
 
+def test_accumulation_without_deepspeed_is_left_to_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text("from accelerate import Accelerator\nprint(Accelerator().gradient_accumulation_steps)\n")
+    flags = ("--cpu", "--gradient_accumulation_steps", "4", str(script))
+    done = launch(*flags)
+    assert done.stdout.split() == ["1"], done.stderr
+    assert done.stderr.count("--gradient_accumulation_steps changes nothing without DeepSpeed") == 1
+    told = launch(*flags, env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"})
+    assert told.stdout.split() == ["3"], told.stderr
+
+
 def test_a_module_on_a_port_of_choice(script: Path) -> None:
     done = launch(
         *("--cpu", "--num_processes", "2", "--main_process_port", str(get_free_port()), "-m", "train", "x"),

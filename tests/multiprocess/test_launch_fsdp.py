@@ -201,3 +201,17 @@ def test_flags_reach_the_script(tmp_path: Path, name: str) -> None:
     assert {key: facts[key] for key in expected} == expected
     assert files <= set(facts["files"])
     assert facts["losses"][-1] < 0.8 * facts["losses"][0]
+
+
+def test_a_file_for_fsdp_trains_on_the_cpu_of_a_machine_without_accelerators(tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "fsdp.yaml"
+    script.write_text(SCRIPT)
+    file.write_text("distributed_type: FSDP\nnum_processes: 2\ngpu_ids: all\nfsdp_config:\n  fsdp_version: 2\n")
+    finished = launch("--config_file", str(file), str(script), str(tmp_path))
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    said = [line for line in finished.stderr.splitlines() if line.startswith("accelerate launch:")]
+    assert len(said) == 1
+    assert f"use_fsdp=True (file {file}: distributed_type) runs on the CPU" in said[0]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["strategy"], facts["version"]) == ("fsdp2", 2)
+    assert facts["losses"][-1] < 0.8 * facts["losses"][0]

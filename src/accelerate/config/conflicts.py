@@ -124,11 +124,9 @@ def _several_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
 
 def _hardware(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Refuse accelerators that are asked for and not there."""
-    # Whoever forces a device knows more than a look at the machine.
-    forced = config["cpu"] or config["tpu"] or environ.get("ACCELERATE_TORCH_DEVICE")
-    if forced or _cluster_names_hosts(config, environ) or _is_sagemaker(config):
+    if not _runs_here(config, environ):
         return
-    asked = next((name for name in _ENGINES if config[name] and config.is_given(name)), None)
+    asked = _demand(config)
     local = config["num_processes"] // config["num_machines"]
     if asked is not None and not config.machine.has_accelerator:
         raise ConfigurationError(
@@ -142,6 +140,28 @@ def _hardware(config: RunConfig, environ: Mapping[str, str]) -> None:
             f"{config.machine}: two processes cannot share one. Write --num_processes {most}, or add --cpu to run on the "
             "CPU."
         )
+
+
+def _runs_here(config: RunConfig, environ: Mapping[str, str]) -> bool:
+    """Say whether the processes compute on what a look at this machine finds."""
+    # Whoever forces a device knows more than a look at the machine.
+    forced = config["cpu"] or config["tpu"] or environ.get("ACCELERATE_TORCH_DEVICE")
+    return not forced and not _cluster_names_hosts(config, environ) and not _is_sagemaker(config)
+
+
+def _demand(config: RunConfig) -> str | None:
+    """Return the option that asks for accelerators by name; an engine computes on what there is."""
+    if config["multi_gpu"] and config.is_given("multi_gpu"):
+        return "multi_gpu"
+    return "gpu_ids" if config.is_typed("gpu_ids") and config["gpu_ids"] != "all" else None
+
+
+def engine_on_cpu(config: RunConfig, environ: Mapping[str, str]) -> str | None:
+    """Return a sentence about an engine that runs on the CPU because the machine has nothing else."""
+    engine = next((name for name in _ENGINES if name not in _OTHER_HARDWARE and config[name]), None)
+    if engine is None or config.machine.has_accelerator or not _runs_here(config, environ):
+        return None
+    return f"{_with_origin(config, engine)} runs on the CPU: this machine has {config.machine}."
 
 
 def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:

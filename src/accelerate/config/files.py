@@ -41,6 +41,8 @@ _GONE = {
     "fsdp_use_orig_param": "it was renamed and never read",
 }
 _GONE_IN = {"mpirun_config": {"mpirun_ccl": "oneCCL is part of torch's own backends now"}}
+# Compilers that no release of torch has any more.
+_GONE_COMPILERS = ("ipex", "nvfuser", "aot_nvfuser")
 _RENAMED_TYPES = {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU"}
 
 
@@ -150,15 +152,33 @@ def _migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     section = current.pop("tp_config", None)
     if isinstance(section, dict) and "tp_size" in section:
         current.setdefault("parallelism_config", {}).setdefault("parallelism_config_tp_size", section["tp_size"])
+    # A file that keeps weights from the other processes is from before one process could read them for all.
+    section = current.get("fsdp_config")
+    if isinstance(section, dict) and section.get("fsdp_sync_module_states") is False:
+        section.setdefault("fsdp_cpu_ram_efficient_loading", False)
     kind = current.get("distributed_type")
     if isinstance(kind, str):
         current["distributed_type"] = _RENAMED_TYPES.get(kind, kind)
-    notes = [_gone(key, reason) for key, reason in _GONE.items() if current.pop(key, None) is not None]
+    notes = _drop_gone_compiler(current)
+    notes += [_gone(key, reason) for key, reason in _GONE.items() if current.pop(key, None) is not None]
     for name, keys in _GONE_IN.items():
         values = current.get(name)
         if isinstance(values, dict):
             notes += [_gone(f"{name}.{key}", why) for key, why in keys.items() if values.pop(key, None) is not None]
     return current, tuple(notes)
+
+
+def _drop_gone_compiler(data: dict[str, Any]) -> list[str]:
+    section = data.get("dynamo_config")
+    if not isinstance(section, dict):
+        return []
+    found = {key: value for key, value in section.items() if str(value).lower() in _GONE_COMPILERS}
+    data["dynamo_config"] = {key: value for key, value in section.items() if key not in found}
+    return [
+        f"'dynamo_config.{key}: {value}' names a compiler that torch no longer has, so nothing is compiled; "
+        "`inductor` is torch's own."
+        for key, value in found.items()
+    ]
 
 
 def _without_empty(value: Any) -> Any:

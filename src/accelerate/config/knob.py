@@ -66,10 +66,6 @@ def _parse_flag(text: str) -> bool:
     return environment.str_to_bool(text, to_bool=True)
 
 
-def _parse_flags(text: str) -> tuple[bool, ...]:
-    return tuple(_parse_flag(word) for word in text.split(","))
-
-
 TEXT: Codec[str] = Codec(parse=str, format=str, meaning="text", adopt=_adopt_scalar(int, float))
 INTEGER: Codec[int] = Codec(parse=int, format=str, meaning="a whole number", adopt=_adopt_scalar(int))
 # OpenMP lists one number for each level of nesting; the first is that of the outermost.
@@ -89,12 +85,6 @@ ON_TRUE: Codec[bool] = dataclasses.replace(
     YES_NO, parse=lambda text: bool(text) and _parse_flag(text), format=lambda value: "true" if value else ""
 )
 ON_ONE: Codec[bool] = dataclasses.replace(ON_TRUE, format=lambda value: "1" if value else "")
-FLAGS: Codec[tuple[bool, ...]] = Codec(
-    parse=_parse_flags,
-    format=lambda values: ",".join(str(value) for value in values),
-    meaning="a list such as `true,false,true`",
-    adopt=_adopt_list,
-)
 # Either a yes or no, or a word: written as given, a yes or no in lower case.
 TEXT_OR_FLAG: Codec[str] = Codec(
     parse=lambda text: text.lower() if text.lower() in ("true", "false") else text,
@@ -105,6 +95,25 @@ TEXT_OR_FLAG: Codec[str] = Codec(
 # Several names in one text, between commas.
 NAMES: Codec[str] = Codec(parse=str, format=str, meaning="names between commas", adopt=_adopt_list)
 UPPER: Codec[str] = Codec(parse=str.upper, format=str, meaning="text")
+
+
+def flags(count: int) -> Codec[tuple[bool, ...]]:
+    """Make the codec of several yes or no between commas; one alone stands for all of them."""
+
+    def parse(text: str) -> tuple[bool, ...]:
+        # Files hold tuples as Python prints them, too.
+        words = text.strip("()[] ").split(",")
+        if len(words) not in (1, count):
+            raise ValueError(f"{text!r} holds {len(words)} words instead of {count}")
+        values = tuple(_parse_flag(word) for word in words)
+        return values * count if len(values) == 1 else values
+
+    return Codec(
+        parse=parse,
+        format=lambda values: ",".join(str(value) for value in values),
+        meaning=f"a list of {count} such as `true,false,true`",
+        adopt=_adopt_list,
+    )
 
 
 def word_of(*words: str, written_upper: bool = False, aliases: Mapping[str, str] | None = None) -> Codec[str]:
@@ -218,6 +227,9 @@ class Knob:
         old_keys: Keys of older files that mean the same.
         reader: Who reads the value, if it is not (only) the worker through `env`.
         secret: Never show the value.
+        engine_only: Workers are told of it only while the engine of its section is on, even if somebody gave it.
+        idle: What to say to who types the option where it changes nothing: always, or with `engine_only` without the
+            engine.
         only_if: Says, from the values of all options, whether this one means anything.
         ask: How it is asked for; None asks nobody.
     """
@@ -234,6 +246,8 @@ class Knob:
     old_keys: tuple[str, ...] = ()
     reader: Reader | None = None
     secret: bool = False
+    engine_only: bool = False
+    idle: str = ""
     only_if: Condition | None = None
     ask: Ask | None = None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
-from accelerate.config.conflicts import check
+from accelerate.config.conflicts import check, engine_on_cpu
 from accelerate.config.files import current_default_file
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
 from accelerate.config.sections.registry import LaunchOption, options
@@ -54,12 +54,12 @@ def merge(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[s
     notes = [f"{file.path}: {note}" for note in file.notes] if file is not None else []
     if file is not None:
         notes += _apply_paradigm(values, file, flags)
-    if "same_network" in flags:
-        notes.append(
-            "--same_network changes nothing: machines always meet at --main_process_ip and --main_process_port."
-        )
+    notes += [_idle_note(options()[name], values) for name in flags if _is_idle(options()[name], values)]
     _fill(values, machine)
-    return RunConfig(values, machine=machine, file=file, notes=tuple(notes))
+    config = RunConfig(values, machine=machine, file=file, notes=tuple(notes))
+    on_cpu = engine_on_cpu(config, variables)
+    config.notes += (on_cpu,) if on_cpu else ()
+    return config
 
 
 def _flags(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -136,6 +136,16 @@ def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mappin
     if not chosen and kind.num_processes is not None and values["num_processes"].value is None:
         values["num_processes"] = Resolved(kind.num_processes, origin)
     return notes
+
+
+def _is_idle(option: LaunchOption, values: Mapping[str, Resolved]) -> bool:
+    """Say whether an option that was typed changes nothing in this run."""
+    switch = option.section.switch if option.knob.engine_only else None
+    return bool(option.knob.idle) and not (switch and values[switch].value)
+
+
+def _idle_note(option: LaunchOption, values: Mapping[str, Resolved]) -> str:
+    return f"{option.place} changes nothing{option.knob.idle.format(values[option.name].value)}"
 
 
 def _fill(values: dict[str, Resolved], machine: Machine) -> None:

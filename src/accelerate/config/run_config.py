@@ -136,7 +136,9 @@ def _reaches_worker(option: LaunchOption, config: RunConfig) -> bool:
     """Say whether workers are told: always what somebody chose, and the defaults of what is in use."""
     if option.knob.secret and config.resolved(option.name).origin.source is OptionSource.ENVIRONMENT:
         return False  # workers inherit it, and it stays out of what is written and shown
+    on = option.section.switch is None or bool(config[option.section.switch])
+    if option.knob.engine_only and not on:
+        return config.resolved(option.name).origin.source is OptionSource.ENVIRONMENT
     if config.is_given(option.name):
         return True
-    on = option.section.switch is None or bool(config[option.section.switch])
     return on and (option.knob.only_if is None or option.knob.only_if(config))

@@ -39,6 +39,8 @@ SAMPLES: dict[str, Any] = {
     "fsdp_reshard_after_forward": False,
     "fp8_override_linear_precision": [True, False, True],
     "gradient_clipping": 0.5,
+    # False says something about another key as well.
+    "fsdp_sync_module_states": True,
 }
 
 

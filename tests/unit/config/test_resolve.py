@@ -268,7 +268,8 @@ def test_a_job_on_sagemaker_is_marked(tmp_path: Path) -> None:
         (["--machine_rank", "1"], GPUS, ["machine_rank=1", "from 0 to 0"]),
         (["--main_process_port", "70000"], GPUS, ["main_process_port=70000"]),
         (["--multi_gpu", "--num_processes", "8"], NO_GPU, ["no accelerator", "8 CPU cores", "--cpu"]),
-        (["--use_fsdp"], NO_GPU, ["use_fsdp=True", "no accelerator", "--cpu"]),
+        (["--gpu_ids", "0,1", "--num_processes", "2"], NO_GPU, ["gpu_ids='0,1'", "no accelerator", "--cpu"]),
+        (["--use_fsdp", "--gpu_ids", "0"], NO_GPU, ["gpu_ids='0'", "no accelerator"]),
         (["--num_processes", "8"], GPUS, ["4 of type cuda", "--num_processes 4"]),
         (["--gpu_ids", "0", "--multi_gpu", "--num_processes", "2"], GPUS, ["gpu_ids='0'", "names 1 accelerator"]),
         (["--use_parallelism_config"], GPUS, ["--use_fsdp --fsdp_version 2"]),
@@ -303,6 +304,45 @@ def test_a_file_for_eight_gpus_on_a_machine_without_any_is_refused(tmp_path: Pat
     assert path in message
     assert "num_processes=8" in message
     assert "no accelerator" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "switch"), [("FSDP", "use_fsdp"), ("DEEPSPEED", "use_deepspeed"), ("MEGATRON_LM", "use_megatron_lm")]
+)
+def test_an_engine_computes_on_the_cpu_where_there_is_nothing_else_and_says_so(
+    tmp_path: Path, kind: str, switch: str
+) -> None:
+    path = file(tmp_path, distributed_type=kind, num_processes=2, gpu_ids="0,1")
+    config = launch("--config_file", path, machine=NO_GPU)
+    assert config[switch]
+    assert config.notes == (
+        f"{switch}=True (file {path}: distributed_type) runs on the CPU: this machine has no accelerator and 8 CPU cores.",
+    )
+    assert "runs on the CPU" in launch(f"--{switch}", machine=NO_GPU).notes[0]
+    for argv, machine in ((["--cpu"], NO_GPU), (["--num_processes", "2"], GPUS)):
+        assert launch(f"--{switch}", *argv, machine=machine).notes == ()
+
+
+def test_an_engine_on_the_machines_of_a_cluster_is_not_said_to_run_on_this_ones_cpu() -> None:
+    argv = ("--use_fsdp", "--num_machines", "2", "--num_processes", "2")
+    assert launch(*argv, "--mpirun_hostfile", "hosts", machine=NO_GPU).notes == ()
+
+
+def test_accumulation_on_the_command_line_belongs_to_deepspeed(tmp_path: Path) -> None:
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    flags = ("--gradient_accumulation_steps", "4")
+    without = launch(*flags, "--use_fsdp")
+    assert variable not in encode(without)
+    assert without.notes == (
+        "--gradient_accumulation_steps changes nothing without DeepSpeed. "
+        "Write Accelerator(gradient_accumulation_steps=4) in the script.",
+    )
+    with_it = launch(*flags, "--use_deepspeed")
+    assert (encode(with_it)[variable], with_it.notes) == ("4", ())
+    # A variable of the shell is meant for the script, and mpirun hands on only what is encoded.
+    assert encode(launch(environ={variable: "3"}))[variable] == "3"
+    path = file(tmp_path, deepspeed_config={"gradient_accumulation_steps": 2})
+    assert variable not in encode(launch("--config_file", path))
 
 
 def test_no_number_of_processes_in_a_file_is_refused(tmp_path: Path) -> None:

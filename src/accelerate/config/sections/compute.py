@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 
 from accelerate._base.constants import TORCH_DYNAMO_MODES
 from accelerate._base.enums import DynamoBackend
-from accelerate.config.knob import FLAGS, ONE_ZERO, TRUE_FALSE, Ask, Condition, LaunchSection, knob, word_of
+from accelerate.config.knob import ONE_ZERO, TRUE_FALSE, Ask, Condition, LaunchSection, flags, knob, word_of
 
 _COMPILERS = tuple(member.value.lower() for member in DynamoBackend)
+# A spelling that launchers have always taken, and the name that torch 1 had.
+_OTHER_COMPILERS = {"torhchxla_trace_once": "torchxla_trace_once", "aot_cudagraphs": "cudagraphs"}
 FP8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{part}" for part in ("FPROP", "DGRAD", "WGRAD"))
 
 
@@ -35,8 +37,7 @@ class DynamoOptions(LaunchSection):
 
     dynamo_backend: str | None = knob(
         help="Compiler of torch.compile; `no` compiles nothing.",
-        # The last spelling is the one that launchers have always taken.
-        codec=word_of(*_COMPILERS, written_upper=True, aliases={"torhchxla_trace_once": "torchxla_trace_once"}),
+        codec=word_of(*_COMPILERS, written_upper=True, aliases=_OTHER_COMPILERS),
         choices=_COMPILERS,
         fallback="no",
         ask=Ask("Compiler for models (torch.compile)"),
@@ -95,7 +96,7 @@ class Fp8Options(LaunchSection):
     fp8_override_linear_precision: tuple[bool, ...] = knob(
         (False, False, False),
         help="Parts that compute in higher precision: forward, gradient of inputs, gradient of weights.",
-        codec=FLAGS,
+        codec=flags(len(FP8_OVERRIDES)),
         env=",".join(FP8_OVERRIDES),
         ask=_asked_with("te"),
     )

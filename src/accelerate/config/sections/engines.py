@@ -83,8 +83,10 @@ class DeepSpeedOptions(LaunchSection):
         ask=Ask(only_if=lambda answers: answers["offload_param_device"] == "nvme"),
     )
     gradient_accumulation_steps: int | None = knob(
-        help="Number of batches whose gradients are summed before the optimizer steps.",
+        help="Number of batches whose gradients DeepSpeed sums before the optimizer steps.",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        engine_only=True,
+        idle=" without DeepSpeed. Write Accelerator(gradient_accumulation_steps={}) in the script.",
         ask=Ask("Steps that gradients are accumulated over", default=1, only_if=_without_file),
     )
     gradient_clipping: float | None = knob(

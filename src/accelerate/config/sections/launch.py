@@ -188,6 +188,7 @@ class DistributedOptions(LaunchSection):
         help="Accepted and not needed: machines always meet at the address of the first one.",
         shape="switch",
         reader="resolver",
+        idle=": machines always meet at --main_process_ip and --main_process_port.",
     )
     machine_rank: int | None = knob(help="Number of this machine, from 0.", fallback=0, ask=Ask(only_if=_needs_address))
     main_process_ip: str | None = knob(

@@ -132,7 +132,6 @@ VALUES: dict[int, st.SearchStrategy[Any]] = {
     id(codecs.ONE_ZERO): st.booleans(),
     id(codecs.ON_TRUE): st.booleans(),
     id(codecs.ON_ONE): st.booleans(),
-    id(codecs.FLAGS): st.tuples(st.booleans(), st.booleans(), st.booleans()),
     id(codecs.REPEATED): st.lists(words),
     id(codecs.TEXT_OR_FLAG): st.sampled_from(["true", "false", "FULL_SHARD", "flash"]),
 }
@@ -143,6 +142,8 @@ def values_of(option: LaunchOption) -> st.SearchStrategy[Any]:
         return st.sampled_from(option.knob.choices)
     if option.name == "gradient_clipping":
         return st.one_of(st.just("auto"), st.floats(allow_nan=False))
+    if option.name == "fp8_override_linear_precision":
+        return st.tuples(st.booleans(), st.booleans(), st.booleans())
     return VALUES[id(option.knob.codec)]
 
 
@@ -193,6 +194,8 @@ def command_line(option: LaunchOption) -> list[str]:
     extra = list(CONFLICTING.get(option.name, ()))
     if option.name == "use_parallelism_config":
         extra = ["--use_fsdp", "--fsdp_version", "2"]
+    if option.knob.engine_only:
+        extra = [f"--{option.section.switch}"]
     return [*own, *extra]
 
 
@@ -220,6 +223,8 @@ def test_every_option_without_a_variable_is_read_by_name_in_the_launching_proces
         option.name
         for option in OPTIONS
         if option.knob.env is None and f'"{option.name}"' not in source and f"'{option.name}'" not in source
+        # Who types one of these is told that it changes nothing.
+        if not option.knob.idle
     ]
     # These three are keys of files for the command that prepares a TPU pod.
     assert sorted(set(unread) - {"command_file", "commands", "tpu_zone"}) == []
