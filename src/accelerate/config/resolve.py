@@ -36,6 +36,8 @@ def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping
     variables = env.items() if environ is None else dict(environ)
     config = merge(namespace, machine, environ=variables)
     check(config, variables)
+    on_cpu = engine_on_cpu(config, variables)
+    config.notes += (on_cpu,) if on_cpu else ()
     return config
 
 
@@ -56,10 +58,7 @@ def merge(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[s
         notes += _apply_paradigm(values, file, flags)
     notes += [_idle_note(options()[name], values) for name in flags if _is_idle(options()[name], values)]
     _fill(values, machine)
-    config = RunConfig(values, machine=machine, file=file, notes=tuple(notes))
-    on_cpu = engine_on_cpu(config, variables)
-    config.notes += (on_cpu,) if on_cpu else ()
-    return config
+    return RunConfig(values, machine=machine, file=file, notes=tuple(notes))
 
 
 def _flags(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -333,10 +333,9 @@ def test_accumulation_on_the_command_line_belongs_to_deepspeed(tmp_path: Path) -
     flags = ("--gradient_accumulation_steps", "4")
     without = launch(*flags, "--use_fsdp")
     assert variable not in encode(without)
-    assert without.notes == (
-        "--gradient_accumulation_steps changes nothing without DeepSpeed. "
-        "Write Accelerator(gradient_accumulation_steps=4) in the script.",
-    )
+    (note,) = without.notes
+    assert note.startswith("--gradient_accumulation_steps changes nothing without DeepSpeed. ")
+    assert "Accelerator(gradient_accumulation_steps=4)" in note
     with_it = launch(*flags, "--use_deepspeed")
     assert (encode(with_it)[variable], with_it.notes) == ("4", ())
     # A variable of the shell is meant for the script, and mpirun hands on only what is encoded.
