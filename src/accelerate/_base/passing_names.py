@@ -15,8 +15,8 @@ PASSING_NAMES = {
         "accelerate.state": "AcceleratorState GradientState PartialState",
         "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
         "accelerate.utils": (
-            "AORecipeKwargs AutocastKwargs DTENSOR_PYTORCH_VERSION DataLoaderConfiguration DeepSpeedPlugin "
-            "DistributedDataParallelKwargs DistributedType DynamoBackend FP8BackendType FP8RecipeKwargs "
+            "AORecipeKwargs AutocastKwargs DTENSOR_PYTORCH_VERSION DataLoaderConfiguration DeepSpeedPlugin DeepSpeedSchedulerWrapper "
+            "DistributedDataParallelKwargs DistributedType DummyOptim DummyScheduler DynamoBackend FP8BackendType FP8RecipeKwargs "
             "FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION FullyShardedDataParallelPlugin GradScalerKwargs "
             "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME MSAMPRecipeKwargs "
             "MegatronLMPlugin PROFILE_PATTERN_NAME ParallelismConfig PrecisionType ProfileKwargs "

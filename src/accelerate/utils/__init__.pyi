@@ -4,6 +4,7 @@ from accelerate.utils.ao import *
 from accelerate.utils.bnb import *
 from accelerate.utils.constants import *
 from accelerate.utils.dataclasses import *
+from accelerate.utils.deepspeed import *
 from accelerate.utils.environment import *
 from accelerate.utils.fsdp_utils import *
 from accelerate.utils.imports import *

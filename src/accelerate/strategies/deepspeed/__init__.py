@@ -1,0 +1,1 @@
+"""DeepSpeed: an engine that owns the optimizer, the schedule and the sharding of what it trains."""

@@ -1,0 +1,4 @@
+from accelerate.config.plugins.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
+from accelerate.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler

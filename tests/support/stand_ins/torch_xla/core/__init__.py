@@ -1,0 +1,1 @@
+"""Tensors and devices of XLA."""

@@ -1,0 +1,1 @@
+"""A process group over XLA."""
