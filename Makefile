@@ -108,5 +108,5 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(REFERENCE_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.*
+	rm -rf $(VENV) $(REFERENCE_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.* src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
