@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
+from accelerate.data_loader.draws import Streams, nested_samplers
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
 from accelerate.data_loader.progress import EpochProgress, Position, ResumePoint
-from accelerate.data_loader.samplers import get_sampler, nested_samplers, set_sampler
+from accelerate.data_loader.samplers import get_sampler, set_sampler
 from accelerate.runtime.gradient_clock import GradientState
+
+logger = logging.getLogger(__name__)
 
 _PYTORCH_DATALOADER_KWARGS: dict[str, Any] = {
     name: parameter.default
@@ -142,6 +145,7 @@ class DataLoaderAdapter:
         self._dataset_was_placed = False
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
+        self._misstates_length = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -204,6 +208,8 @@ class DataLoaderAdapter:
     def seek(self, position: Position, unit: int = 0) -> None:
         """Make the next iteration start at a position, on whatever number of processes it was reached.
 
+        The order is that of the last pass if that was over the same epoch, unless it depends on seed and epoch alone.
+
         Args:
             unit: Global samples of a step where the position was reached; needed for iterable datasets that several
                 worker processes read, and only if it has changed.
@@ -215,7 +221,9 @@ class DataLoaderAdapter:
             raise ConfigurationError(
                 f"seek was given {position!r}: a position cannot be negative; pass one that `loader.position` returned"
             )
-        self._go_to(ResumePoint(position.epoch, position.samples, unit))
+        last = self.epoch_progress
+        order = last.order.recorded if last is not None and last.epoch == position.epoch else None
+        self._go_to(ResumePoint(position.epoch, position.samples, unit, order=order))
 
     def _go_to(self, point: ResumePoint) -> None:
         self._forget_resume()
@@ -272,19 +280,17 @@ class DataLoaderAdapter:
 
     def _start_progress(self, progress: EpochProgress, point: ResumePoint) -> None:
         self.epoch_progress = progress
+        progress.epoch = self.iteration
         # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
         is_resumed_again = point.batches > 0 and self._num_readers > 0
         progress.torchdata_counts = point.start == 0 and not is_resumed_again and self.skipped_from is None
 
     def _start_reading(self, loader: Any) -> Iterator[Any]:
-        """Begin to read; the rest of a pass draws no seed from torch's generator, because its beginning has done so."""
+        """Begin to read; the rest of a pass draws no seed for its workers, because its beginning has done so."""
         if not self._continues_epoch:
             return iter(loader)
-        before = torch.get_rng_state()
-        try:
+        with Streams(self.base_dataloader, ("torch",)).borrowed():
             return iter(loader)
-        finally:
-            torch.set_rng_state(before)
 
     def _place_dataset(self, point: ResumePoint) -> bool:
         """Put a dataset that saves its own state where it was saved; return whether that was possible."""
@@ -297,6 +303,17 @@ class DataLoaderAdapter:
             whole_dataset(base).load_state_dict(None)
         self._dataset_was_placed = can
         return can
+
+    def _warn_of_length(self, number: int | str, length: int) -> None:
+        """Say that a length of the user's was wrong, and believe it no more."""
+        self._misstates_length = True
+        logger.warning(
+            "A loader was to give %d batches, by the length of its sampler or dataset, and gave %s: a batch was wrongly taken "
+            "for the last one, or the last one not known as such. From now on it is read one batch ahead. Let `__len__` "
+            "return the number of samples, or raise a TypeError if it is not known.",
+            length,
+            number,
+        )
 
     def _complete(self) -> None:
         """Count a pass that was read to its end."""
@@ -314,7 +331,7 @@ class DataLoaderAdapter:
         if self._continued_by is not None:
             return self._continued_by.state_dict()
         point = self._resume_point()
-        own = {**point.state_dict(), "base_seeds": [seed.base for seed in self._seeds]}
+        own = {**point.state_dict(), **self._randomness()}
         if not self._has_stateful_base:
             return own
         inner = self.dl_state_dict
@@ -326,7 +343,20 @@ class DataLoaderAdapter:
 
     def beginning_state_dict(self) -> dict[str, Any]:
         """Return what resumes this loader at the start of its epoch, wherever it stands in it."""
-        return {"epoch": self.position.epoch, "samples": 0, "base_seeds": [seed.base for seed in self._seeds]}
+        point = self._resume_point()
+        return {**ResumePoint(point.epoch, order=point.order).state_dict(), **self._randomness()}
+
+    def _randomness(self) -> dict[str, Any]:
+        """Return what later orders come from: seeds, and the states of generators that the user gave to the loader."""
+        last = self.epoch_progress
+        is_at_end = last is not None and not last.is_finished and getattr(self, "end_of_dataloader", False)
+        with last.order.finished() if last is not None and is_at_end else nullcontext():
+            generators = self._generators.take()
+        return {"base_seeds": [seed.base for seed in self._seeds], "generators": generators}
+
+    @property
+    def _generators(self) -> Streams:
+        return Streams(self.base_dataloader, ())
 
     def _resume_point(self) -> ResumePoint:
         """Return what a later pass needs to go on where this loader stands."""
@@ -354,6 +384,7 @@ class DataLoaderAdapter:
         for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
             if base is not None:
                 seed.restore(base)
+        self._generators.put(own.get("generators", {}))
         point = ResumePoint.from_state_dict(own, self.iteration)
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
             self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))

@@ -44,7 +44,6 @@ class MessageHeader(NamedTuple):
     real: int = UNKNOWN
     samples: int = 0
     consumed: int = 0
-    base_seed: int = UNKNOWN
     structure_bytes: int = 0
     other_bytes: int = 0
     capacity: int = 0

@@ -23,9 +23,11 @@ from accelerate.data_loader.channel import (
     SendingEnd,
     StepMessage,
 )
+from accelerate.data_loader.draws import nested_samplers
+from accelerate.data_loader.order import length_of
 from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
-from accelerate.data_loader.samplers import data_shard, nested_samplers, outer_batch_sampler, skipped_batches
+from accelerate.data_loader.samplers import data_shard, outer_batch_sampler, skipped_batches
 from accelerate.runtime import current
 
 
@@ -113,8 +115,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     progress.start_from(header.consumed - header.samples)
                 share = Share(_known(header.rows), _known(header.real), full)
                 progress.hand_out(BatchSize(share, header.samples))
+                self.end_of_dataloader = bool(header.is_last)
                 if header.is_last:
-                    self.end_of_dataloader = True
                     self.remainder = header.samples
                 yield place_batch(batch, device, self._non_blocking)
             self._flush()
@@ -126,6 +128,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _read_and_send(self, point: ResumePoint) -> Iterator[StepMessage]:
         """Read, send every process its pieces ahead of their use, and yield one's own."""
         steps = self._steps(point)
+        if self._channel is None:
+            yield from self._read_alone(steps, point)
+            return
         here, ahead = next(steps), next(steps)
         self._send(here, is_last=ahead is None)
         while here is not None:
@@ -140,6 +145,34 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             header = self._header(here, 0, is_last=ahead is None)
             yield StepMessage(header, self._own_piece(here.pieces[0], header, 0))
             here, ahead = ahead, further
+
+    def _read_alone(
+        self, steps: Iterator[DispatchStep | Exception | None], point: ResumePoint
+    ) -> Iterator[StepMessage]:
+        """Read for one process, a step ahead only where the number of steps is not known."""
+        length, number = self._num_steps(point), 0
+        here = next(steps)
+        while here is not None:
+            if isinstance(here, Exception):
+                raise here
+            number += 1
+            ahead = next(steps) if length is None else None
+            is_last = ahead is None if length is None else number == length
+            if here.state is not None:
+                self._keep_state(here.state, is_last=is_last)
+            header = self._header(here, 0, is_last=is_last)
+            yield StepMessage(header, self._own_piece(here.pieces[0], header, 0))
+            here = next(steps) if length is not None else ahead
+        if length is not None and number != length:
+            self._warn_of_length(number, length)
+
+    def _num_steps(self, point: ResumePoint) -> int | None:
+        """Return how many steps are left of the epoch, None if nobody can say."""
+        length = None if self._misstates_length else length_of(self)
+        if length is None or not point.samples:
+            return length
+        size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
+        return None if not size or point.samples % size else length - point.samples // size
 
     def _flush(self) -> None:
         if self._channel is not None:
@@ -160,8 +193,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 raise error
             if header.kind == MessageKind.END:
                 return
-            if header.base_seed != UNKNOWN and self._seeds:
-                self._seeds[0].restore(header.base_seed)
             if not header.is_last:
                 channel.post()
             yield StepMessage(header, self._own_piece(batch, header, place))
@@ -203,7 +234,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _header(self, step: DispatchStep, place: int, *, is_last: bool) -> MessageHeader:
         rows, real = step.rows[place], step.real[place]
-        seed = self._seeds[0].base if self._seeds else None
         return MessageHeader(
             0 if self._channel is None else self._channel.pass_number,
             MessageKind.BATCH,
@@ -212,7 +242,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             UNKNOWN if real is None else real,
             step.samples,
             step.consumed,
-            UNKNOWN if seed is None else seed,
         )
 
     def _send(self, step: DispatchStep | Exception | None, *, is_last: bool) -> None:

@@ -191,7 +191,7 @@ class GlobalBatchSampler(BatchSampler, DataSource):
 
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
         """Begin a pass: indices are passed over, no sample is read."""
-        self.start, self.order.recorded = point.start, point.order
+        self.start = point.start
         return OpenedPass(self.plan(point.start), loader)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -92,7 +92,8 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+        is_divided = self.num_processes > 1
+        if is_divided and isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
         size = self.total_batch_size
         rows = size // self.num_processes

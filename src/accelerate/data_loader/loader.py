@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import place_batch
 from accelerate.collectives.rng import synchronize_rng_states
 from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accelerate.data_loader.draws import nested_samplers
 from accelerate.data_loader.iterables import AnnotatedBatch, IterableDatasetShard, Offset, whole_dataset
-from accelerate.data_loader.order import EpochOrder
+from accelerate.data_loader.order import EpochOrder, length_of
 from accelerate.data_loader.plan import Observations, PlainPlan
 from accelerate.data_loader.progress import DataSource, EpochProgress, OpenedPass, ResumePoint
 from accelerate.data_loader.samplers import (
@@ -24,7 +25,6 @@ from accelerate.data_loader.samplers import (
     copy_loader,
     copy_with,
     copy_with_batch_sampler,
-    nested_samplers,
     outer_batch_sampler,
     skipped_batches,
 )
@@ -61,7 +61,7 @@ class PlainSource(DataSource):
         """Begin a pass; samples are passed over as indices or elements where that is possible, else as batches."""
         batch_size = getattr(self.sampler, "batch_size", None) or getattr(loader, "batch_size", None) or 1
         unit = batch_size * max(self.divided_by, 1)
-        plan = PlainPlan(unit, point.start, remainder=-1 if self.divided_by else None)
+        plan = PlainPlan(unit, point.start, -1 if self.divided_by else None, self._num_batches(loader, point.start))
         if point.start == 0 or dataset_is_placed:
             return OpenedPass(plan, loader)
         dataset: Any = getattr(loader, "dataset", None)
@@ -72,6 +72,17 @@ class PlainSource(DataSource):
         if dataset is not None and self.sampler is not None and not is_iterable:
             return OpenedPass(plan, copy_with_batch_sampler(loader, SkipBatchSampler(self.sampler, dropped)))
         return OpenedPass(plan, loader, dropped + (rest > 0))
+
+    def _num_batches(self, loader: Any, start: int) -> int | None:
+        """Return how many batches are left of an iterable dataset that one process reads, None if nobody says."""
+        dataset: Any = getattr(loader, "dataset", None)
+        total = length_of(dataset) if isinstance(dataset, IterableDataset) and self.believes_length else None
+        size = getattr(loader, "batch_size", None)
+        if total is None or size is None or self.divided_by or loader.num_workers > 1:
+            return None
+        left = max(total - start, 0)
+        count: int = left // size if loader.drop_last else -(-left // size)
+        return count
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -121,23 +132,66 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             saves_state = self._saves_state()
             source, progress, batches = self._open(saves_state)
             length = progress.num_batches
-            if length is None or saves_state is not None:
+            if length is None:
                 yield from self._read_ahead(source, progress, batches)
+                return
+            if saves_state is not None or progress.plan.is_observed:
+                yield from self._read_counted(source, progress, batches, length)
                 return
             # The last of a known number of batches needs no look at the next. This loop is all that is done for a batch.
             device, non_blocking = self.device, self._non_blocking
             stays = _MADE_OF_TENSORS if _is_only_device(device) else ()
+            number = 0
             for number, batch in enumerate(batches, 1):
                 progress.taken = number
-                if number == length:
+                if number >= length:
+                    if number > length:
+                        yield from self._read_beyond(batch, source, progress, batches)
+                        return
                     self.end_of_dataloader = True
+                    self._take_remainder(progress)
                 yield batch if device is None or type(batch) in stays else place_batch(batch, device, non_blocking)
-            if length:
-                self._complete()
-            else:
-                self._end_empty(progress)
+            self._end_counted(progress, number, length)
         finally:
             self.end()
+
+    def _read_counted(
+        self, source: DataSource, progress: EpochProgress, batches: Iterator[Any], length: int
+    ) -> Iterator[Any]:
+        """Hand out a known number of batches that say their sizes or states when they come."""
+        number = 0
+        for number, batch in enumerate(batches, 1):
+            if number == 1:
+                progress.observe(source.observed)
+            if number > length:
+                yield from self._read_beyond(batch, source, progress, batches)
+                return
+            self.end_of_dataloader = number == length
+            batch = self._hand_out(batch, progress)
+            if self.end_of_dataloader:
+                self._take_remainder(progress)
+            yield batch
+        self._end_counted(progress, number, length)
+
+    def _end_counted(self, progress: EpochProgress, number: int, length: int) -> None:
+        """End a pass of a known number of batches."""
+        if number < length:
+            self._warn_of_length(number, length)
+        if number:
+            self._complete()
+        else:
+            self._end_empty(progress)
+
+    def _read_beyond(
+        self, batch: Any, source: DataSource, progress: EpochProgress, batches: Iterator[Any]
+    ) -> Iterator[Any]:
+        """Hand out what comes after the number of batches that was said to come."""
+        length = progress.num_batches or 0
+        self._warn_of_length(f"more than {length}", length)
+        self.end_of_dataloader = False
+        progress.taken = length
+        progress.go_beyond()
+        yield from self._read_ahead(source, progress, chain([batch], batches))
 
     def _open(self, saves_state: Callable[[], Any] | None) -> tuple[DataSource, EpochProgress, Iterator[Any]]:
         """Begin a pass: return where its data comes from, its count, and its batches, with their states if any."""
@@ -145,6 +199,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         base = self.base_dataloader
         samplers = nested_samplers(base)
         source = self._source_among(samplers)
+        source.believes_length = not self._misstates_length
         is_placed = self._place_dataset(point)
         plan, reader, dropped = source.open_pass(base, point, dataset_is_placed=is_placed)
         dropped += self.skip_batches
@@ -154,6 +209,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._forward_epoch(samplers)
         self.begin()
         batches = self._start_reading(reader)
+        progress.observed = source.observed
         if saves_state is not None:
             batches = _with_states(batches, saves_state)
         if dropped:
@@ -188,16 +244,20 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if batch is _NOTHING:
             self._end_empty(progress)
             return
-        progress.observe(source.observed)
+        if not progress.taken:
+            progress.observe(source.observed)
         for upcoming in batches:
             yield self._hand_out(batch, progress)
             batch = upcoming
         self.end_of_dataloader = True
         batch = self._hand_out(batch, progress)
-        if progress.remainder is not None and not self._drop_last:
-            self.remainder = progress.remainder
+        self._take_remainder(progress)
         yield batch
         self._complete()
+
+    def _take_remainder(self, progress: EpochProgress) -> None:
+        if progress.remainder is not None and not self._drop_last:
+            self.remainder = progress.remainder
 
     def _hand_out(self, batch: Any, progress: EpochProgress) -> Any:
         """Count a batch, take what it brought along, and put it on the device."""
@@ -318,10 +378,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if not isinstance(dataloader, DataLoaderAdapter):
         skipping = _skip_by_sampler(dataloader, num_batches) if isinstance(dataloader, DataLoader) else None
         return SkipDataLoader(None, num_batches, _base_dataloader=dataloader) if skipping is None else skipping
+    restored = dataloader._resume
     changes: dict[str, Any] = {
         "skipped_from": dataloader,
         "epoch_progress": None,
         "_skips_to_restored": dataloader._goes_on and num_batches > 0,
+        "_resume": None if restored is None else ResumePoint(restored.epoch, order=restored.order),
     }
     # The given loader no longer goes to a restored position by itself.
     dataloader._forget_resume()

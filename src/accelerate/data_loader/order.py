@@ -1,17 +1,16 @@
-"""The order of an epoch: a function of a base seed and the epoch's number, or what a sampler drew, recorded."""
+"""The order of an epoch: what a sampler draws, recorded, or a function of a base seed and the epoch's number."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import (
-    BatchSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -19,6 +18,7 @@ from torch.utils.data import (
 )
 
 from accelerate.collectives.base import communicator
+from accelerate.data_loader.draws import Draws, Streams, forked
 
 T = TypeVar("T")
 
@@ -141,12 +141,26 @@ class EpochOrder:
     """Open a sampler or batch sampler in the order of an epoch; this one does not shuffle, or seeds itself."""
 
     seed: EpochSeed | None = None
-    recorded: list[Any] | None = None
-    """What the sampler drew for the epoch, for orders that are recorded."""
+
+    @property
+    def recorded(self) -> dict[str, Any] | None:
+        """What draws the order of the epoch again, None if that is a function of seed and epoch."""
+        return None
+
+    def restore(self, recorded: Mapping[str, Any] | None) -> None:
+        """Let the next pass have the order of a record; None if it begins an epoch."""
 
     def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
         """Start an iteration over `source`."""
         return iter(source)
+
+    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Pass on what was made of the opened source, batch by batch, and note what is drawn for it."""
+        return batches
+
+    def finished(self) -> AbstractContextManager[None]:
+        """Have the source drawn to its end, for the time of a block."""
+        return nullcontext()
 
 
 class GeneratorOrder(EpochOrder):
@@ -181,23 +195,131 @@ class GlobalRngOrder(EpochOrder):
         yield from opened
 
 
-class RecordedOrder(EpochOrder):
-    """The order that the user's own sampler draws at the start of an epoch, kept so that its rest can be read again.
+class DrawnOrder(EpochOrder):
+    """The order that a sampler draws by itself, as in a plain loop, with a record from which it is drawn again.
 
-    A pass that begins an epoch draws; the rest of one takes what was recorded with its resume point.
+    On several processes rank 0 draws, from its own random streams, and the others take its order: of torch's samplers,
+    which draw everything with the first index, by the state before that; of any other by its indices, or, where nobody
+    can say how many there are, by the states that each process then draws from.
 
     Args:
-        shared: Whether ranks must agree: they then take rank 0's order.
+        shared: Whether ranks must agree.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
         self.shared = shared
+        self._source: Iterable[Any] = ()
+        self._draws: Draws | None = None
+        self._restored: Mapping[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The pass at hand belongs to this object alone.
+        return {**self.__dict__, "_source": (), "_draws": None}
+
+    @property
+    def recorded(self) -> dict[str, Any] | None:
+        """What draws the order of the epoch again."""
+        return self._draws.state_dict() if self._draws is not None and self._draws.is_complete else None
+
+    def restore(self, recorded: Mapping[str, Any] | None) -> None:
+        self._restored = recorded
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """Draw what the sampler draws after its last index, for the time of a block; torch's `RandomSampler` does so."""
+        draws = self._draws
+        if draws is None or draws.is_exhausted or draws.is_forked or not draws.is_complete:
+            yield
+            return
+        with draws.streams.borrowed():
+            Draws.from_state_dict(draws.streams, draws.state_dict()).exhaust(self._source)
+            yield
 
     def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
-        if self.recorded is None:
-            drawn = list(source)
-            self.recorded = agree(drawn) if self.shared else drawn
-        return iter(self.recorded)
+        sampler = source.sampler if isinstance(source, SingleIndices) else source
+        # Kept until the next pass: with worker processes torch opens its sampler twice, and uses the second.
+        restored = self._restored
+        self._source, self._draws = source, None
+        if type(sampler) in _NOT_SHUFFLED:
+            return iter(source)
+        if _draws_at_once(sampler):
+            # Opened at the first index, where these samplers draw: before that, the loader draws a seed.
+            return chain.from_iterable(self._open_at_once(source, sampler, restored))
+        streams = Streams(source)
+        if not self.shared:
+            return self._open_watched(source, streams, restored)
+        is_first = communicator().rank == 0
+        order: Any = self._order_for_all(source, streams, restored) if is_first else None
+        order = agree(order)
+        if isinstance(order, list):
+            return iter(order)
+        return forked(source, streams, order, leads=is_first and restored is None)
+
+    def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        draws = self._draws
+        return batches if draws is None or not draws.is_watched else draws.watched(batches)
+
+    def _open_at_once(
+        self, source: Iterable[Any], sampler: Any, restored: Mapping[str, Any] | None
+    ) -> Iterator[Iterator[Any]]:
+        """Yield the opened sampler, and note its end."""
+        is_global = sampler.generator in (None, torch.default_generator)
+        streams = Streams(sampler, ("torch",) if is_global else ())
+        state = streams.take() if restored is None else restored["entries"][0][1]
+        if self.shared:
+            state = agree(state)
+        self._draws = draws = Draws(streams, 1, [(-1, state)])
+        # A generator that the user gave goes the same way on each rank; a global one is used on rank 0 alone.
+        if restored is None and not (self.shared and is_global and communicator().rank):
+            streams.put(state)
+            yield iter(source)
+        else:
+            with streams.borrowed():
+                streams.put(state)
+                opened = iter(source)
+                first = list(islice(opened, 1))
+            yield chain(first, opened)
+        draws.is_exhausted = True
+
+    def _open_watched(
+        self, source: Iterable[Any], streams: Streams, restored: Mapping[str, Any] | None
+    ) -> Iterator[Any]:
+        """Open a sampler of the user, or open it again where it was."""
+        self._draws = draws = Draws(streams) if restored is None else Draws.from_state_dict(streams, restored)
+        if draws.is_forked:
+            return forked(source, streams, draws.entries[0][1], leads=False)
+        draws.is_watched = True
+        if restored is None:
+            return draws.follow(source)
+        return chain(*draws.repeated(source))
+
+    def _order_for_all(
+        self, source: Iterable[Any], streams: Streams, restored: Mapping[str, Any] | None
+    ) -> list[Any] | dict[str, Any]:
+        """Return the items of an epoch; the states to draw them from if there may be no end of them."""
+        length, states = length_of(source), streams.take()
+        if length is not None and not (restored is not None and restored["is_forked"]):
+            items = list(islice(self.watched(self._open_watched(source, streams, restored)), length + 1))
+            if len(items) <= length:
+                return items
+            streams.put(states)
+        for count, opening in () if restored is None else restored["entries"]:
+            states |= opening if count < 0 else {}
+        self._draws = Draws(streams, 0, [(-1, states)], is_forked=True)
+        return states
+
+
+class SingleIndices:
+    """The indices of a sampler as batches of one."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([index] for index in self.sampler)
 
 
 @contextmanager
@@ -219,19 +341,35 @@ def seeded_globals(seed: int) -> Iterator[None]:
             numpy.random.set_state(saved_numpy)
 
 
-def resolve_order(sampler: Any, batch_sampler: Any, *, shared: bool) -> EpochOrder:
-    """Return how the order of a sampler inside a batch sampler (None if there is none) is fixed."""
-    is_plain = batch_sampler is None or type(batch_sampler) is BatchSampler
-    if is_plain and type(sampler) in (SequentialSampler, SeedableRandomSampler, range, list, tuple):
+def seeded_order(sampler: Any, *, shared: bool) -> EpochOrder:
+    """Return how the order of a sampler becomes a function of a seed and the epoch."""
+    if type(sampler) in _NOT_SHUFFLED:
         return EpochOrder()
-    if is_plain and isinstance(getattr(sampler, "generator", False), (torch.Generator, type(None))):
+    if isinstance(getattr(sampler, "generator", False), (torch.Generator, type(None))):
         generator = sampler.generator
         seed = EpochSeed(generator=generator, leaves_no_trace=generator is None, shared=shared)
         return GeneratorOrder(sampler, seed)
     return GlobalRngOrder(EpochSeed(leaves_no_trace=True, shared=shared))
 
 
+_NOT_SHUFFLED = (SequentialSampler, SeedableRandomSampler, range, list, tuple)
 _EXACT_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, SeedableRandomSampler)
+
+
+def _draws_at_once(sampler: Any) -> bool:
+    """Return whether a sampler is one of torch's and uses its random stream for the first index alone."""
+    if type(sampler) is RandomSampler:
+        is_one_permutation = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+        return sampler.generator is None or is_one_permutation
+    return type(sampler) in (SubsetRandomSampler, WeightedRandomSampler)
+
+
+def length_of(source: Any) -> int | None:
+    """Return the length that a sampler, dataset or loader says it has, None if it says none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def has_exact_length(sampler: Any) -> bool:
@@ -248,6 +386,8 @@ def head_and_rest(
         return list(range(min(head, size))), iter(range(start, size))
     if isinstance(sampler, SeedableRandomSampler):
         return sampler.head_and_rest(head, start)
+    if not start:
+        return [], order.open(sampler, epoch)
     return split_head(order.open(sampler, epoch), head, start)
 
 
@@ -257,6 +397,14 @@ def split_head(indices: Iterator[int], head: int, start: int) -> tuple[list[int]
     if start >= head:
         return first, islice(indices, start - head, None)
     return first, chain(first[start:], indices)
+
+
+def batched(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[list[int]]:
+    """Yield batches of indices, as torch's `BatchSampler` makes them."""
+    while batch := list(islice(indices, size)):
+        if drop_last and len(batch) < size:
+            return
+        yield batch
 
 
 def _listed(order: torch.Tensor) -> Iterator[int]:

@@ -143,6 +143,7 @@ class PlainPlan(EpochPlan):
     unit: int = 0
     start: int = 0
     remainder: int | None = None
+    num_batches: int | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class RoundPlan(EpochPlan):
         total: Samples of the epoch, None if unknown.
         batch_size: Rows of a batch as the loader was given it: with `split`, of all processes together; None if unknown.
         even: Whether the last round is completed with repeats, so that every process has the same rows.
-        is_exact: Whether `total` is sure, and not only what a sampler says of itself.
+        is_exact: Whether `total` can be relied on.
+        is_believed: Whether that is because a sampler of the user says so: what it gave is known when it has given it.
     """
 
     total: int | None
@@ -173,6 +175,7 @@ class RoundPlan(EpochPlan):
     start: int = 0
     rank: int = 0
     is_exact: bool = True
+    is_believed: bool = False
 
     @property
     def unit(self) -> int:
@@ -198,13 +201,15 @@ class RoundPlan(EpochPlan):
         full, rest = divmod(max(self.total - self.start, 0), self.unit)
         if rest == 0 or self.drop_last:
             return full
-        return full + bool(self.share(full + 1).rows)
+        return full + (self.is_believed or bool(self.share(full + 1).rows))
 
     def consumed(self, number: int) -> int:
         reached = self.start + number * self.unit
         return min(reached, max(self.total, self.start)) if self.total is not None and self.is_exact else reached
 
     def share(self, number: int) -> Share:
+        if self.is_believed:
+            return UNKNOWN_SHARE
         full = self.rows if self.num_processes == 1 else None
         if self.total is None or not self.is_exact:
             return Share(self.rows, self.rows, full)
@@ -214,7 +219,7 @@ class RoundPlan(EpochPlan):
         return Share(self.rows if padded else real, real, full)
 
     def with_total(self, total: int) -> RoundPlan:
-        return replace(self, total=total, is_exact=True)
+        return replace(self, total=total, is_exact=True, is_believed=False)
 
     @property
     def batches_per_round(self) -> int:
@@ -272,8 +277,14 @@ class RoundPlan(EpochPlan):
 
 @dataclass(frozen=True)
 class VaryingRoundPlan(RoundPlan):
-    """Rounds of batches of any size, from a batch sampler of the user."""
+    """Rounds of batches of any size, from a batch sampler of the user.
 
+    Args:
+        length: How many batches the epoch has, if that is known.
+    """
+
+    length: int | None = None
+    rounds: int | None = None
     is_observed: ClassVar[bool] = True
 
     @property
@@ -287,7 +298,7 @@ class VaryingRoundPlan(RoundPlan):
 
     @property
     def num_batches(self) -> int | None:
-        return None
+        return None if self.length is None or self.rounds is None else max(self.length - self.rounds, 0)
 
 
 @dataclass(frozen=True)

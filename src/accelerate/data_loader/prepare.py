@@ -17,6 +17,7 @@ from accelerate._base.helpers import Choice
 from accelerate.collectives.base import communicator
 from accelerate.data_loader.adapter import DataLoaderAdapter, as_stateful, stateful_class
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
+from accelerate.data_loader.draws import nested_samplers
 from accelerate.data_loader.global_batches import (
     GlobalBatchCollate,
     GlobalBatchDataset,
@@ -25,7 +26,7 @@ from accelerate.data_loader.global_batches import (
 )
 from accelerate.data_loader.iterables import GroupCollate, IterableDatasetShard, is_hf_dataset
 from accelerate.data_loader.loader import DataLoaderShard
-from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler, resolve_order
+from accelerate.data_loader.order import DrawnOrder, EpochSeed, SeedableRandomSampler, seeded_order
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IndexShard,
@@ -33,7 +34,6 @@ from accelerate.data_loader.samplers import (
     copy_loader,
     copy_with,
     data_shard,
-    nested_samplers,
     outer_batch_sampler,
 )
 from accelerate.runtime import current
@@ -280,27 +280,28 @@ def _sharded_samplers(loader: Any, options: _LoaderOptions) -> tuple[dict[str, A
     count, index = options.num_processes, options.process_index
     batch_sampler = outer_batch_sampler(loader)
     sampler = loader.sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None)
+    plan = None if batch_sampler is None else options.global_batch_plan(batch_sampler)
+    is_seeded = plan is not None or options.base_seed is not None
     seeds = []
-    if type(sampler) is RandomSampler:
+    if is_seeded and type(sampler) is RandomSampler:
         sampler = SeedableRandomSampler.like(sampler, EpochSeed(options.base_seed, shared=options.shares_order))
         if batch_sampler is not None:
             batch_sampler = copy_with(batch_sampler, sampler=sampler)
     if isinstance(sampler, SeedableRandomSampler):
         seeds.append(sampler.seed)
-    order = resolve_order(sampler, batch_sampler, shared=options.shares_order)
-    if order.seed is not None:
-        seeds.append(order.seed)
+    drawn = DrawnOrder(shared=options.shares_order)
     if batch_sampler is None:
         single = IndexShard(sampler, count, index, options.even)
-        single.batch_sampler.order = order
+        single.batch_sampler.order = drawn
         return {"sampler": single}, seeds
-    plan = options.global_batch_plan(batch_sampler)
     shard: BatchSamplerShard | GlobalBatchSampler
     if plan is None:
         shard = BatchSamplerShard(batch_sampler, count, index, options.split, options.even)
+        shard.order = drawn
     else:
         shard = GlobalBatchSampler(sampler, plan)
-    shard.order = order
+        shard.order = seeded_order(sampler, shared=options.shares_order)
+        seeds += [] if shard.order.seed is None else [shard.order.seed]
     if loader.batch_sampler is None:
         return {"sampler": shard}, seeds
     return {"batch_sampler": shard, "sampler": loader.sampler if sampler is None else sampler}, seeds

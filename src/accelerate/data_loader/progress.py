@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from accelerate.data_loader.order import EpochOrder
-from accelerate.data_loader.plan import UNKNOWN_SHARE, BatchSize, EpochPlan, MicroBatch, Observations, Share
+from accelerate.data_loader.plan import (
+    UNKNOWN_SHARE,
+    BatchSize,
+    EpochPlan,
+    MicroBatch,
+    Observations,
+    RoundPlan,
+    Share,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class ResumePoint(NamedTuple):
         streams: Samples that each worker's own stream has handed out, where there are several.
         rounds: Batches since the start of the epoch, None if they had different sizes.
         dataset: The state of a dataset that can save its own.
-        order: What the sampler drew for this epoch, where that is recorded instead of computed from a seed.
+        order: What draws the order of this epoch again, where that does not depend on seed and epoch alone.
         batches: Batches that torchdata's loader passes over by itself.
         is_reached_by_torchdata: Whether torchdata's loader goes there by itself.
     """
@@ -63,7 +71,9 @@ class ResumePoint(NamedTuple):
         if self.workers:
             state["workers"] = self.workers
         if self.streams:
-            state |= {"streams": list(self.streams), "rounds": self.rounds}
+            state["streams"] = list(self.streams)
+        if self.rounds is not None:
+            state["rounds"] = self.rounds
         if self.dataset is not None:
             state["dataset"] = self.dataset
         if self.order is not None:
@@ -94,9 +104,11 @@ class EpochProgress:
         plan: The arithmetic of the pass.
         skipped: Batches of this process that the pass leaves out.
         resumed_batches: How many of them torchdata's loader passes over by itself.
-        order: What gives the epoch its order, where that may be recorded.
+        order: What gives the epoch its order.
     """
 
+    epoch: int = 0
+    """Number of the epoch."""
     taken: int = 0
     """Batches that were handed out."""
     is_finished: bool = False
@@ -112,7 +124,7 @@ class EpochProgress:
         self, plan: EpochPlan, skipped: int = 0, resumed_batches: int = 0, order: EpochOrder | None = None
     ) -> None:
         self._plan = plan
-        self._order = order
+        self.order = order or EpochOrder()
         self.observed = Observations()
         self.skipped = skipped
         self.resumed_batches = resumed_batches
@@ -164,6 +176,12 @@ class EpochProgress:
         """Real samples of the batch at hand, which is the last, if it is incomplete; None to ask the dataset."""
         return self.plan.remainder if self.size is None else self.size.remainder
 
+    def go_beyond(self) -> None:
+        """Count on after the batches that were said to come: the total is then not known."""
+        self.observed.total = None
+        if isinstance(self._plan, RoundPlan):
+            self._plan = replace(self._plan, is_exact=False, is_believed=False)
+
     def start_from(self, samples: int) -> None:
         """Begin to count after so many samples of the epoch."""
         self._sum = self._sum_before = samples
@@ -175,6 +193,7 @@ class EpochProgress:
             for _ in range(self.skipped):
                 self._add(observed.batches.popleft())
             self._sum_before = self._sum
+            self._rounds = None if self._rounds is None else self._rounds + self.skipped
 
     def pass_over(self, note: Any) -> None:
         """Count a batch of an observed plan that was drawn and dropped before the first one was handed out."""
@@ -213,7 +232,7 @@ class EpochProgress:
             streams=tuple(self._streams),
             rounds=None if self._rounds is None else self._rounds + self.taken,
             dataset=self.dataset_state if self.plan.ends_reading(self._number) else None,
-            order=None if self._order is None else self._order.recorded,
+            order=self.order.recorded,
         )
 
 
@@ -235,6 +254,11 @@ class DataSource(ABC):
     """Processes that share the data."""
     observed: Observations
     """What was seen in the iteration that was begun last."""
+    believes_length: bool = True
+    """Whether one process relies on the lengths that samplers and datasets of the user say they have.
+
+    It must not draw ahead to see the end: what it draws would come before what the model draws.
+    """
     order: EpochOrder
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.data_loader.order import EpochOrder, has_exact_length, head_and_rest, split_head
-from accelerate.data_loader.plan import Observations, RoundPlan, VaryingRoundPlan
+from accelerate.data_loader.order import EpochOrder, SingleIndices, batched, has_exact_length, head_and_rest, length_of
+from accelerate.data_loader.plan import BatchSize, Observations, RoundPlan, Share, VaryingRoundPlan
 from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
 
 
@@ -39,18 +40,6 @@ def outer_batch_sampler(loader: Any) -> Any:
     """Return the batch sampler of a loader; it may be given as `sampler=`, for datasets that are indexed by lists."""
     sampler = getattr(loader, "sampler", None)
     return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
-
-
-def nested_samplers(loader: Any) -> list[Any]:
-    """Return the batch samplers and samplers of a loader, from the outside in, each once."""
-    found: dict[int, Any] = {}
-    waiting = [loader]
-    for owner in waiting:
-        for part in (getattr(owner, "batch_sampler", None), getattr(owner, "sampler", None)):
-            if part is not None and id(part) not in found:
-                found[id(part)] = part
-                waiting.append(part)
-    return list(found.values())
 
 
 def get_sampler(dataloader: Any) -> Any:
@@ -181,32 +170,26 @@ class BatchSamplerShard(BatchSampler, DataSource):
             return full
         return full + (self.even_batches or self.process_index < rest)
 
-    def plan(self, start: int = 0) -> RoundPlan:
-        """Return the plan of a pass that begins after `start` samples."""
+    def plan(self, start: int = 0, rounds: int | None = None) -> RoundPlan:
+        """Return the plan of a pass that begins after `start` samples, which were `rounds` batches of one process."""
         inner = self.batch_sampler
         has_fixed_size = type(inner) is BatchSampler
-        total = None
+        total = length_of(inner.sampler) if has_fixed_size else None
+        sizes = (self.batch_size, self.num_processes, self.split_batches, self.even_batches, self.drop_last)
+        is_alone = self.num_processes == 1
         if has_fixed_size:
-            try:
-                total = len(inner.sampler)
-            except TypeError:  # a sampler without a length
-                total = None
-        return (RoundPlan if has_fixed_size else VaryingRoundPlan)(
-            total,
-            self.batch_size,
-            self.num_processes,
-            self.split_batches,
-            self.even_batches,
-            self.drop_last,
-            start,
-            self.process_index,
-            is_exact=has_fixed_size and has_exact_length(inner.sampler),
-        )
+            is_exact = has_exact_length(inner.sampler)
+            is_believed = not is_exact and is_alone and self.believes_length and total is not None
+            return RoundPlan(total, *sizes, start, self.process_index, is_exact or is_believed, is_believed)
+        length = length_of(inner) if is_alone and self.believes_length else None
+        before = (rounds if start else 0) if is_alone else None
+        return VaryingRoundPlan(total, *sizes, start, self.process_index, False, length=length, rounds=before)
 
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
         """Begin a pass: indices are passed over, no sample is read."""
-        self.start, self.order.recorded = point.start, point.order
-        self._opened = self.plan(point.start)
+        self.start = point.start
+        self.order.restore(point.order)
+        self._opened = self.plan(point.start, point.rounds)
         return OpenedPass(self._opened, loader)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -218,32 +201,38 @@ class BatchSamplerShard(BatchSampler, DataSource):
         opened, self._opened = self._opened, None
         plan = opened if opened is not None and opened.start == self.start else self.plan(self.start)
         if plan.is_observed:
-            return islice(self._varying_batches(plan, observed), skip, None)
-        start = plan.start + skip * plan.unit
-        batches, first = self._fixed_batches(start, plan.unit)
-        if not plan.is_exact:
-            batches = _counted(batches, observed, start)
-        if self.num_processes == 1 and start == 0:
-            return batches
-        return (indices for indices, _ in plan.deal(batches, first))
+            # Opened at once, as the loader opens a batch sampler of the user.
+            batches = self.order.watched(self.order.open(self.batch_sampler, self.epoch))
+            return islice(self._varying_batches(plan, observed, batches), skip, None)
+        return self._fixed_batches(plan, observed, plan.start + skip * plan.unit)
 
-    def _fixed_batches(self, start: int, unit: int) -> tuple[Iterator[list[int]], list[list[int]]]:
-        """Return the epoch's batches after `start` samples, and its first round if that was passed over."""
-        if start == 0:
-            return self.order.open(self.batch_sampler, self.epoch), []
-        if type(self.order) is EpochOrder:
-            head, rest = head_and_rest(self.batch_sampler.sampler, unit, start, self.order, self.epoch)
-        else:
-            # Opened in the same way as at the start of an epoch, or its seed would meet other draws.
-            indices = chain.from_iterable(self.order.open(self.batch_sampler, self.epoch))
-            head, rest = split_head(indices, unit, start)
-        return _batched(rest, self.batch_size, self.drop_last), list(_batched(iter(head), self.batch_size, False))
+    def _fixed_batches(self, plan: RoundPlan, observed: Observations, start: int) -> Iterator[list[int]]:
+        """Yield the batches after `start` samples; the sampler is opened at the first one, as `BatchSampler` does."""
+        order, size = self.order, self.batch_size
+        head, rest = head_and_rest(self.batch_sampler.sampler, plan.unit if start else 0, start, order, self.epoch)
+        batches = order.watched(batched(rest, size, self.drop_last))
+        if not has_exact_length(self.batch_sampler.sampler):
+            batches = _counted(batches, observed, start, replace(plan, start=start).num_batches)
+        if self.num_processes == 1:
+            yield from batches
+            return
+        for indices, _ in plan.deal(batches, list(batched(iter(head), size, False))):
+            yield indices
 
-    def _varying_batches(self, plan: RoundPlan, observed: Observations) -> Iterator[list[int]]:
-        batches = self.order.open(self.batch_sampler, self.epoch)
+    def _varying_batches(
+        self, plan: RoundPlan, observed: Observations, batches: Iterator[list[int]]
+    ) -> Iterator[list[int]]:
+        if self.num_processes == 1 and plan.start == 0:
+            # Handed out as they come: nobody waits for the next to see whether a short one was the last.
+            for batch in batches:
+                real = len(batch)
+                is_short = self.batch_size is not None and real < self.batch_size
+                observed.batches.append(BatchSize(Share(real, real), real, real if is_short else 0))
+                yield batch
+            return
         first: list[list[int]] = []
         passed = 0
-        while passed < plan.start and (batch := next(batches, None)) is not None:
+        while passed < plan.start and (batch := next(batches, [])):
             if len(first) < plan.batches_per_round:
                 first.append(batch)
             passed += len(batch)
@@ -254,20 +243,17 @@ class BatchSamplerShard(BatchSampler, DataSource):
             yield indices
 
 
-def _counted(batches: Iterator[list[int]], observed: Observations, start: int) -> Iterator[list[int]]:
-    """Pass the batches on, and note at their end how many samples the epoch had."""
+def _counted(
+    batches: Iterator[list[int]], observed: Observations, start: int, length: int | None
+) -> Iterator[list[int]]:
+    """Pass the batches on, and note at the last one, or at their end, how many samples the epoch had."""
     total = start
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         total += len(batch)
+        if number == length:
+            observed.total = total
         yield batch
     observed.total = total
-
-
-def _batched(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[list[int]]:
-    while batch := list(islice(indices, size)):
-        if drop_last and len(batch) < size:
-            return
-        yield batch
 
 
 class SkipBatchSampler(BatchSampler):
@@ -298,7 +284,7 @@ class SkipBatchSampler(BatchSampler):
             return inner.iterate(skip)
         if type(inner) is BatchSampler and skip:
             _, rest = head_and_rest(inner.sampler, 0, skip * inner.batch_size, EpochOrder(), 0)
-            return _batched(rest, inner.batch_size, inner.drop_last)
+            return batched(rest, inner.batch_size, inner.drop_last)
         return islice(iter(inner), skip, None)
 
 
@@ -311,23 +297,12 @@ class IndexShard(Sampler[int]):
     """The indices that one process takes of a sampler whose every index stands for a whole batch."""
 
     def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
-        self.batch_sampler = BatchSamplerShard(_Singles(sampler), num_processes, process_index, False, even_batches)
+        self.batch_sampler = BatchSamplerShard(
+            SingleIndices(sampler), num_processes, process_index, False, even_batches
+        )
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[int]:
         return (indices[0] for indices in self.batch_sampler)
-
-
-class _Singles:
-    """A sampler's indices as batches of one."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([index] for index in self.sampler)

@@ -1,17 +1,29 @@
-"""The order of an epoch depends on seed and epoch alone, and the first one is plain PyTorch's."""
+"""The order of an epoch is what its sampler draws, and can be drawn again; or it depends on seed and epoch alone."""
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from tests.support.samplers import SAMPLERS, TORCH_SAMPLERS, make_loader
+from torch.utils.data import DataLoader, Sampler
 
-from accelerate.data_loader import Position, SeedableRandomSampler, prepare_data_loader
-from accelerate.data_loader.order import RecordedOrder
+from accelerate.data_loader import Position, SeedableRandomSampler, prepare_data_loader, skip_first_batches
+from accelerate.utils import load, set_seed
+
+SIZE = 22
+SOME_KINDS = (
+    "shuffle",
+    "shuffle, generator",
+    "replacement, generator",
+    "python, one at a time",
+    "varying batches, opened",
+)
 
 
 def read(loader: DataLoader) -> list[int]:
@@ -33,28 +45,6 @@ def test_default_seed_is_torchs() -> None:
     assert SeedableRandomSampler(range(3)).initial_seed == 21
 
 
-def test_first_epoch_and_random_numbers_are_those_of_plain_pytorch() -> None:
-    plain = DataLoader(range(20), batch_size=3, shuffle=True)
-    torch.manual_seed(5)
-    order, after_one = read(plain), torch.rand(2)
-    read(plain)
-    after_two = torch.rand(2)
-    torch.manual_seed(5)
-    prepared = prepare_data_loader(plain)
-    assert read(prepared) == order
-    assert torch.equal(torch.rand(2), after_one)
-    assert read(prepared) != order
-    assert torch.equal(torch.rand(2), after_two)
-
-
-def test_two_epochs_differ_and_set_epoch_replays() -> None:
-    prepared = prepare_data_loader(DataLoader(range(20), batch_size=3, shuffle=True))
-    first, second = read(prepared), read(prepared)
-    assert first != second
-    prepared.set_epoch(0)
-    assert read(prepared) == first
-
-
 def test_a_pass_left_early_is_shuffled_anew_unless_seeded_by_the_user() -> None:
     free = prepare_data_loader(DataLoader(range(50), batch_size=5, shuffle=True))
     seeded = prepare_data_loader(DataLoader(range(50), batch_size=5, shuffle=True), use_seedable_sampler=True)
@@ -62,72 +52,138 @@ def test_a_pass_left_early_is_shuffled_anew_unless_seeded_by_the_user() -> None:
     assert next(iter(seeded)).tolist() == next(iter(seeded)).tolist()
 
 
-class Shuffling(Sampler[int]):
-    """A sampler of a user who shuffles with one of the global generators."""
+def test_global_batches_depend_on_seed_and_epoch_alone() -> None:
+    for kind in ("shuffle", "shuffle, generator", "subset", "weighted", "python, opened"):
+        loader = prepare_data_loader(make_loader(kind, range(SIZE)), global_batch_size=8)
+        first, second = read(loader), read(loader)
+        assert first != second
+        set_seed(99)
+        loader.set_epoch(0)
+        assert [read(loader), read(loader)] == [first, second]
 
-    def __init__(self, source: str) -> None:
-        self.source = source
 
-    def __len__(self) -> int:
-        return 20
+def states_of(loader: Any) -> dict[str, Any]:
+    """Return what a checkpoint has of a run with one loader, after a way through a file."""
+    file = io.BytesIO()
+    torch.save({"loader": loader.state_dict(), "torch": torch.get_rng_state()}, file)
+    file.seek(0)
+    return {**load(file), "python": random.getstate(), "numpy": np.random.get_state()}
 
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(20))
-        if self.source == "python":
-            random.shuffle(order)
-        elif self.source == "numpy":
-            np.random.shuffle(order)
+
+def draw_something() -> None:
+    """Draw what a model and a loop draw in a step."""
+    random.random()
+    np.random.rand()
+    torch.rand(3)
+
+
+def run(loader: Any, epochs: int, stop: tuple[int, int] | None = None) -> tuple[list[list[int]], Any]:
+    """Read some epochs; return them, and the states behind the batch at which to stop, epoch and number."""
+    orders: list[list[int]] = []
+    for epoch in range(epochs):
+        orders.append([])
+        for number, batch in enumerate(loader, 1):
+            orders[-1] += torch.as_tensor(batch).view(-1).tolist()
+            draw_something()
+            if (epoch, number) == stop:
+                return orders, states_of(loader)
+    return orders, None
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in SAMPLERS), *((kind, 2) for kind in SOME_KINDS)])
+def test_a_run_that_is_stopped_goes_on_as_if_it_were_not(kind: str, workers: int) -> None:
+    set_seed(2)
+    whole, _ = run(prepare_data_loader(make_loader(kind, range(SIZE), num_workers=workers)), 3)
+    length = len(prepare_data_loader(make_loader(kind, range(SIZE))))
+    for stop in ((0, 1), (1, 3), (1, length - 1), (1, length), (2, length)):
+        set_seed(2)
+        stopped = prepare_data_loader(make_loader(kind, range(SIZE), num_workers=workers))
+        before, states = run(stopped, 3, stop)
+        set_seed(77)
+        resumed = prepare_data_loader(make_loader(kind, range(SIZE), num_workers=workers))
+        resumed.load_state_dict(states["loader"])
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        after, _ = run(resumed, 3 - stop[0] - (stop[1] == length))
+        if stop[1] == length:
+            assert before + after == whole
         else:
-            order = torch.randperm(20).tolist()
-        return iter(order)
+            assert [*before[:-1], before[-1] + after[0], *after[1:]] == whole
 
 
-SAMPLERS = {
-    "random": lambda: RandomSampler(range(20)),
-    "replacement": lambda: RandomSampler(range(20), replacement=True, num_samples=30),
-    "subset": lambda: SubsetRandomSampler(range(20)),
-    "weighted": lambda: WeightedRandomSampler([1.0] * 20, 20, replacement=False),
-    "python": lambda: Shuffling("python"),
-    "numpy": lambda: Shuffling("numpy"),
-    "torch": lambda: Shuffling("torch"),
-}
+@pytest.mark.parametrize("kind", [*TORCH_SAMPLERS, "python, at the first", "own torch, one at a time"])
+def test_the_rest_of_an_epoch_can_be_stopped_again(kind: str) -> None:
+    set_seed(2)
+    whole, _ = run(prepare_data_loader(make_loader(kind, range(SIZE))), 1)
+    seen: list[int] = []
+    loader = prepare_data_loader(make_loader(kind, range(SIZE)))
+    set_seed(2)
+    while len(seen) < len(whole[0]):
+        orders, states = run(loader, 1, (0, 1))
+        seen += orders[0]
+        set_seed(len(seen))
+        loader = prepare_data_loader(make_loader(kind, range(SIZE)))
+        loader.load_state_dict(states["loader"])
+    assert seen == whole[0]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_saved_base_gives_the_same_epochs(name: str) -> None:
-    one = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    epochs = [read(one), read(one)]
-    assert epochs[0] != epochs[1]
-    two = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    random.seed(99)
-    np.random.seed(99)
-    torch.manual_seed(99)
-    two.load_state_dict(one.state_dict())
-    two.set_epoch(0)
-    assert [read(two), read(two)] == epochs
+@pytest.mark.parametrize("kind", ["shuffle", "subset, generator", "numpy, opened", "varying batches, opened"])
+def test_batches_skipped_after_a_resume_count_from_the_start_of_the_epoch(kind: str) -> None:
+    loader = prepare_data_loader(make_loader(kind, range(SIZE)))
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            state = loader.state_dict()
+    resumed = prepare_data_loader(make_loader(kind, range(SIZE)))
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in skip_first_batches(resumed, 3)] == batches[3:]
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_starting_in_the_middle_gives_the_rest(name: str) -> None:
-    one = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    whole = read(one)
-    two = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[name]()))
-    for number, _ in enumerate(one):
-        if number == 2:
-            break
-    one.set_epoch(0)
-    state = {**one.state_dict(), "epoch": 0, "samples": 9}
-    two.load_state_dict(state)
-    assert read(two) == whole[9:]
+def test_seek_goes_back_in_the_epoch_that_was_read_last() -> None:
+    loader = prepare_data_loader(DataLoader(range(SIZE), batch_size=4, shuffle=True))
+    first = read(loader)
+    loader.seek(Position(0, 8))
+    assert read(loader) == first[8:]
+    second = read(loader)
+    assert second != first
+    loader.seek(Position(1, 0))
+    assert read(loader) == second
 
 
-def test_global_generators_are_put_back() -> None:
-    prepared = prepare_data_loader(DataLoader(range(20), batch_size=3, sampler=Shuffling("python")))
-    random.seed(3)
-    expected = random.random()
-    random.seed(3)
-    read(prepared)
-    assert random.random() == expected
+def test_a_sampler_that_remembers_what_it_did_is_reported() -> None:
+    class Reshuffled(Sampler[int]):
+        """Shuffles the order of the epoch before."""
+
+        def __init__(self) -> None:
+            self.order = list(range(SIZE))
+
+        def __len__(self) -> int:
+            return SIZE
+
+        def __iter__(self) -> Iterator[int]:
+            random.shuffle(self.order)
+            return iter(self.order)
+
+    def make() -> Any:
+        return prepare_data_loader(DataLoader(range(SIZE), batch_size=4, sampler=Reshuffled()))
+
+    loader = make()
+    read(loader)
+    next(iter(loader))
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.warns(UserWarning, match="another order than before"):
+        read(resumed)
+
+
+def test_a_record_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.data_loader.draws._MAX_STATES", 3)
+    loader = prepare_data_loader(make_loader("python, one at a time", range(SIZE)))
+    with pytest.warns(UserWarning, match="too often to record"):
+        _, states = run(loader, 1, (0, 5))
+    assert "order" not in states["loader"]
 
 
 def test_the_users_loader_is_not_changed() -> None:
@@ -137,32 +193,3 @@ def test_the_users_loader_is_not_changed() -> None:
     assert loader.sampler is sampler
     assert loader.batch_sampler is batch_sampler
     assert batch_sampler.sampler is sampler
-
-
-@pytest.mark.parametrize("global_batch_size", [None, 6], ids=["batches", "global batches"])
-def test_an_order_that_the_sampler_drew_can_be_recorded_and_gone_on_with(global_batch_size: int | None) -> None:
-    def make() -> DataLoader:
-        loader = prepare_data_loader(
-            DataLoader(range(20), batch_size=3, sampler=Shuffling("python")), global_batch_size=global_batch_size
-        )
-        loader.batch_sampler.order = RecordedOrder()
-        return loader
-
-    random.seed(7)
-    expected = list(Shuffling("python"))
-    random.seed(7)
-    stopped = make()
-    seen: list[int] = []
-    for batch in stopped:
-        seen += batch.tolist()
-        if len(seen) == 12:
-            break
-    assert seen == expected[:12]  # what the sampler drew, with no seed of ours
-    resumed = make()
-    resumed.load_state_dict(stopped.state_dict())
-    assert resumed.position == Position(0, 12)
-    assert read(resumed) == expected[12:]
-    drawn_anew = read(resumed)
-    assert drawn_anew != expected
-    assert sorted(drawn_anew) == sorted(expected)
-    assert "order" not in resumed.state_dict()

@@ -1,0 +1,262 @@
+"""Random streams that samplers draw from, and the record from which a drawn order can be drawn again."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import numpy
+import torch
+
+from accelerate._base.helpers import warn_once
+
+T = TypeVar("T")
+
+_MAX_STATES = 10_000
+"""States that a record keeps at most (5 kB each): a sampler that draws between training steps needs one a batch."""
+_HEAD = 16
+"""Items by which a repeated order is recognised."""
+
+
+class Stream(NamedTuple):
+    """A source of random numbers whose state can be taken and put back."""
+
+    take: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+def _global_streams() -> dict[str, Stream]:
+    return {
+        "python": Stream(random.getstate, random.setstate),
+        "numpy": Stream(numpy.random.get_state, numpy.random.set_state),
+        "torch": Stream(torch.get_rng_state, torch.set_rng_state),
+    }
+
+
+def _stream_of(generator: object) -> Stream | None:
+    """Return the stream of an object that is a generator of random numbers, None for any other."""
+    if isinstance(generator, torch.Generator):
+        return Stream(generator.get_state, generator.set_state)
+    if isinstance(generator, random.Random):
+        return Stream(generator.getstate, generator.setstate)
+    if isinstance(generator, numpy.random.RandomState):
+        return Stream(generator.get_state, generator.set_state)
+    if isinstance(generator, numpy.random.Generator):
+        bits = generator.bit_generator
+        return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
+
+
+def own_streams(owners: Iterable[Any]) -> dict[str, Stream]:
+    """Return the generators that these objects have as attributes, each once, under a number."""
+    values = {id(value): value for owner in owners for value in getattr(owner, "__dict__", {}).values()}
+    values.pop(id(torch.default_generator), None)
+    found = filter(None, map(_stream_of, values.values()))
+    return {str(number): stream for number, stream in enumerate(found)}
+
+
+def nested_samplers(loader: Any) -> list[Any]:
+    """Return the batch samplers and samplers of a loader, from the outside in, each once."""
+    found: dict[int, Any] = {}
+    waiting = [loader]
+    for owner in waiting:
+        for part in (getattr(owner, "batch_sampler", None), getattr(owner, "sampler", None)):
+            if part is not None and id(part) not in found:
+                found[id(part)] = part
+                waiting.append(part)
+    return list(found.values())
+
+
+class Streams:
+    """The streams that a sampler may draw from, by name.
+
+    Args:
+        sampler: Its own generators, and those of samplers inside it, are among them.
+        names: Those of the global ones that are: of python, numpy and torch.
+    """
+
+    def __init__(self, sampler: Any, names: Iterable[str] = ("python", "numpy", "torch")) -> None:
+        everywhere = _global_streams()
+        self._all = {name: everywhere[name] for name in names} | own_streams([sampler, *nested_samplers(sampler)])
+
+    def take(self) -> dict[str, Any]:
+        """Return the states of all streams."""
+        return {name: stream.take() for name, stream in self._all.items()}
+
+    def put(self, states: Mapping[str, Any]) -> None:
+        """Put back states; a stream without one keeps its own."""
+        for name, state in states.items():
+            if name in self._all:
+                self._all[name].put(state)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Let a block draw; afterwards everything is as if it had not."""
+        before = self.take()
+        try:
+            yield
+        finally:
+            self.put(before)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two states of a stream are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return numpy.array_equal(one, other)
+    if isinstance(one, dict):
+        return all(is_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, tuple):
+        return all(map(is_same, one, other))
+    return bool(one == other)
+
+
+class Draws:
+    """The record of an order: the states that its random numbers came from, and how many items were drawn so far.
+
+    Samplers draw when they are opened, at the first item, or as they go. A state is noted where a stream was used that
+    had been used by others since, so one that has a stream for itself needs a single state.
+
+    Args:
+        streams: What the sampler draws from.
+        drawn: Items drawn so far, -1 before the sampler is opened.
+        entries: States by the number of items that were drawn before them.
+        head: The first items, as text.
+        is_forked: Whether the sampler goes on with these streams alone, whatever others draw.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        drawn: int = -1,
+        entries: Iterable[tuple[int, Mapping[str, Any]]] = (),
+        head: Iterable[str] = (),
+        *,
+        is_forked: bool = False,
+    ) -> None:
+        self.streams = streams
+        self.drawn = drawn
+        self.entries = list(entries)
+        self.head = list(head)
+        self.is_forked = is_forked
+        self.is_exhausted = False
+        self.is_complete = True
+        self.is_watched = False
+        self._after: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {
+            "drawn": self.drawn,
+            "entries": [list(entry) for entry in self.entries],
+            "head": list(self.head),
+            "is_forked": self.is_forked,
+        }
+
+    @classmethod
+    def from_state_dict(cls, streams: Streams, state: Mapping[str, Any]) -> Draws:
+        """Return the record that `state_dict` gave."""
+        entries = [(count, states) for count, states in state["entries"]]
+        return cls(streams, state["drawn"], entries, state["head"], is_forked=state["is_forked"])
+
+    def note(self, count: int, before: Mapping[str, Any]) -> None:
+        """Keep the states that a draw began with, after it, where others have used the stream since the last draw."""
+        used: dict[str, Any] = {}
+        for name, now in self.streams.take().items():
+            if is_same(before[name], now):
+                continue
+            if name not in self._after or not is_same(self._after[name], before[name]):
+                used[name] = before[name]
+            self._after[name] = now
+        if not used or not self.is_complete:
+            return
+        self.entries.append((count, used))
+        if len(self.entries) > _MAX_STATES:
+            self.is_complete = False
+            self.entries.clear()
+            warn_once(
+                f"A sampler has drawn random numbers between training steps {_MAX_STATES} times in an epoch, too often to "
+                "record it: this epoch cannot be resumed in the same order. Draw the order at the start of `__iter__`, or "
+                "from a generator of the sampler's own."
+            )
+
+    def follow(self, source: Iterable[T]) -> Iterator[T]:
+        """Open a sampler, note what it draws for that, and count its items."""
+        before = self.streams.take()
+        items = iter(source)
+        self.note(-1, before)
+        self.drawn = 0
+        return self._counted(items)
+
+    def _counted(self, items: Iterator[T]) -> Iterator[T]:
+        for item in items:
+            if self.drawn < _HEAD:
+                self.head.append(str(item))
+            self.drawn += 1
+            yield item
+        self.is_exhausted = True
+
+    def watched(self, items: Iterator[T]) -> Iterator[T]:
+        """Pass items, or batches of them, on, and note what was drawn for each."""
+        while True:
+            count, before = self.drawn, self.streams.take()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self.note(count, before)
+            yield item
+
+    def repeated(self, source: Iterable[T]) -> tuple[list[T], Iterator[T]]:
+        """Draw again what was drawn, and return it with the iterator that goes on from there; streams are not used."""
+        items: list[T] = []
+        with self.streams.borrowed():
+            opening = [states for count, states in self.entries if count < 0]
+            later = [(count, states) for count, states in self.entries if count >= 0]
+            for states in opening:
+                self.streams.put(states)
+            opened = iter(source)
+            for count, states in [*later, (max(self.drawn, 0), {})]:
+                items += islice(opened, count - len(items))
+                self.streams.put(states)
+            self._after = self.streams.take()
+        if self.head != [str(item) for item in items[: len(self.head)]]:
+            warn_once(
+                "A sampler gave another order than before from the same random states, so the rest of this epoch is not "
+                "that of the run that was saved: samples may repeat or be missed until it ends. Let the order depend on "
+                "random generators, an epoch or a seed alone, not on what the sampler has done before."
+            )
+        return items, self._counted(opened)
+
+    def exhaust(self, source: Iterable[Any]) -> None:
+        """Draw everything again, and what the sampler draws after its last item from the streams as they are."""
+        _, rest = self.repeated(source)
+        deque(rest, maxlen=0)
+
+
+def forked(source: Iterable[T], streams: Streams, states: Mapping[str, Any], *, leads: bool) -> Iterator[T]:
+    """Yield the items that a sampler draws from streams of its own, which begin with `states`.
+
+    Args:
+        leads: Whether the first item is drawn for this process too, whose streams then go on from there.
+    """
+    private: Mapping[str, Any] = states
+    items: Iterator[T] | None = None
+    while True:
+        outside = streams.take()
+        streams.put(private)
+        try:
+            items = iter(source) if items is None else items
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            private = streams.take()
+            streams.put(private if leads else outside)
+            leads = False
+        yield item
