@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from tests.support.processes import run_group
+from tests.support.samplers import make_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,6 +26,7 @@ from torch.utils.data import (
 from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState
+from accelerate.utils import set_seed
 
 pytestmark = pytest.mark.multiprocess
 
@@ -121,9 +124,10 @@ def dispatch_job() -> dict[str, Any]:
     found["seek"] = [batch.tolist() for batch in left]
     shuffled = dispatched(DataLoader(range(12), batch_size=2, shuffle=True))
     found["shuffled"] = [[batch.tolist() for batch in shuffled] for _ in range(2)]
-    found["seeds"] = shuffled.state_dict()["base_seeds"]
-    shuffled.set_epoch(1)
-    found["skipped"] = [batch.tolist() for batch in skip_first_batches(shuffled, 1)]
+    shuffled.seek(Position(1, 4))
+    found["rest"] = [batch.tolist() for batch in shuffled]
+    skipping = skip_first_batches(shuffled, 1)
+    found["skipped"] = [batch.tolist() for batch in skipping]
     found["length"] = len(shuffled)
     return found
 
@@ -153,9 +157,8 @@ def test_dispatcher_on_two_processes() -> None:
         whole = [n for part in (first, second) for batch in part["shuffled"][epoch] for n in batch]
         assert sorted(whole) == list(range(12))
     assert first["shuffled"][0] != first["shuffled"][1]
-    assert first["seeds"] == second["seeds"]
-    assert first["skipped"] == first["shuffled"][1][1:]
-    assert second["skipped"] == second["shuffled"][1][1:]
+    assert [first["rest"], second["rest"]] == [rank["shuffled"][1][1:] for rank in (first, second)]
+    assert len({n for part in (first, second) for batch in part["skipped"] for n in batch}) == 8
     assert (first["length"], second["length"]) == (3, 3)
 
 
@@ -268,3 +271,83 @@ def test_every_process_has_its_own_samples(count: int) -> None:
     seen = [n for part in parts for n in part["distributed"]]
     assert set(seen) == set(range(64))
     assert len(seen) == -(-64 // count) * count
+
+
+class Endless(Sampler[int]):
+    """A sampler without an end, which may claim to have one, and draws as it goes."""
+
+    def __init__(self, says: int | None) -> None:
+        self.says = says
+
+    def __len__(self) -> int:
+        if self.says is None:
+            raise TypeError("there is no end")
+        return self.says
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield random.randrange(1000)
+
+
+def drawn_loader(kind: str) -> Any:
+    if kind.startswith("endless"):
+        loader = DataLoader(range(1000), batch_size=2, sampler=Endless(6 if kind == "endless, counted" else None))
+    else:
+        loader = make_loader(kind, range(24), batch_size=2)
+    return prepare_data_loader(loader)
+
+
+DRAWN_KINDS = (
+    "shuffle",
+    "shuffle, generator",
+    "subset",
+    "weighted, generator",
+    "python, opened",
+    "numpy, one at a time",
+    "own torch, one at a time",
+    "varying batches, opened",
+    "endless",
+    "endless, counted",
+)
+
+
+def drawn_epoch(states: dict[str, Any] | None, taken: int) -> dict[str, Any]:
+    """Read the rest of an epoch, or its first batches; return the samples that were not repeated, and the state."""
+    cpu()
+    found = {}
+    for kind in DRAWN_KINDS:
+        set_seed(3 if states is None else 50, device_specific=True)
+        loader = drawn_loader(kind)
+        if states is not None:
+            loader.load_state_dict(states[kind][1])
+        samples = []
+        for batch in islice(loader, taken):
+            draw = random.random(), np.random.rand(), torch.rand(1)
+            samples.append(batch.tolist()[: loader.share.real] if draw else [])
+            state = loader.state_dict()
+        found[kind] = (samples, state)
+    return found
+
+
+def rounds(ranks: list[dict[str, Any]], kind: str) -> list[int]:
+    """Return the samples of all ranks in the order of rounds."""
+    batches = zip_longest(*(rank[kind][0] for rank in ranks), fillvalue=[])
+    return [index for turn in batches for batch in turn for index in batch]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
+def test_an_order_that_was_drawn_is_gone_on_with_on_another_number_of_processes(before: int, after: int) -> None:
+    whole = run_group(drawn_epoch, before, None, 100 // before)
+    start = run_group(drawn_epoch, before, None, 2)
+    rest = run_group(drawn_epoch, after, start[0], 10)
+    for kind in DRAWN_KINDS:
+        order = rounds(whole, kind)
+        seen = rounds(start, kind) + rounds(rest, kind)
+        if kind == "numpy, one at a time" and before == 1:
+            # What one process draws between its training steps depends on them.
+            assert sorted(seen) == sorted(order)
+        elif kind.startswith("endless"):
+            length = min(len(seen), len(order)) if before > 1 else len(rounds(start, kind))
+            assert seen[:length] == order[:length]
+        else:
+            assert seen == order, kind

@@ -97,7 +97,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:
         runtime = current.runtime()
         point = self._begin_pass()
-        progress = EpochProgress(ObservedPlan(point.start), resumed_batches=point.batches)
+        source = self._sampler_source()
+        order = None if source is None else source.order
+        progress = EpochProgress(ObservedPlan(point.start), resumed_batches=point.batches, order=order)
         self._start_progress(progress, point)
         size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
         full = size // self._num_shards if size is not None and self.split_batches else size
@@ -218,7 +220,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _read(self, point: ResumePoint) -> Iterator[DispatchStep]:
         base, per_step = self.base_dataloader, self._batches_per_step
         is_placed = point.start > 0 and self._place_dataset(point)
-        source = next((part for part in nested_samplers(base) if isinstance(part, DataSource)), None)
+        source = self._sampler_source()
         if source is not None:
             source.open_pass(base, point, dataset_is_placed=is_placed)
         skipped = self.skip_batches * per_step
@@ -231,6 +233,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         for step in assembler.steps(batches, 0 if is_there else point.start, consumed):
             step.state = None if saves is None else saves()
             yield step
+
+    def _sampler_source(self) -> DataSource | None:
+        return next((part for part in nested_samplers(self.base_dataloader) if isinstance(part, DataSource)), None)
 
     def _header(self, step: DispatchStep, place: int, *, is_last: bool) -> MessageHeader:
         rows, real = step.rows[place], step.real[place]

@@ -233,10 +233,10 @@ class Draws:
             )
         return items, self._counted(opened)
 
-    def exhaust(self, source: Iterable[Any]) -> None:
-        """Draw everything again, and what the sampler draws after its last item from the streams as they are."""
-        _, rest = self.repeated(source)
-        deque(rest, maxlen=0)
+    def exhaust(self, source: Iterable[Any], length: int) -> None:
+        """Draw everything again, and what the sampler draws after the last of `length` items from streams as they are."""
+        past, rest = self.repeated(source)
+        deque(islice(rest, length - len(past) + 1), maxlen=0)
 
 
 def forked(source: Iterable[T], streams: Streams, states: Mapping[str, Any], *, leads: bool) -> Iterator[T]:

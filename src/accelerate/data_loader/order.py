@@ -227,12 +227,12 @@ class DrawnOrder(EpochOrder):
     @contextmanager
     def finished(self) -> Iterator[None]:
         """Draw what the sampler draws after its last index, for the time of a block; torch's `RandomSampler` does so."""
-        draws = self._draws
-        if draws is None or draws.is_exhausted or draws.is_forked or not draws.is_complete:
+        draws, length = self._draws, length_of(self._source)
+        if draws is None or draws.is_exhausted or draws.is_forked or not draws.is_complete or length is None:
             yield
             return
         with draws.streams.borrowed():
-            Draws.from_state_dict(draws.streams, draws.state_dict()).exhaust(self._source)
+            Draws.from_state_dict(draws.streams, draws.state_dict()).exhaust(self._source, length)
             yield
 
     def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
