@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
-from accelerate.data_loader.draws import Streams, nested_samplers
+from accelerate.data_loader.draws import Stream, Streams, nested_samplers, own_streams
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
@@ -146,6 +146,8 @@ class DataLoaderAdapter:
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
         self._misstates_length = False
+        # The generators of loader and samplers, looked up at each pass, because users exchange them.
+        self._generators: dict[str, Stream] | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -162,7 +164,7 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None}
+        return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None, "_generators": None}
 
     def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
         """Take the seeds that fix the order of each epoch, to save and restore them.
@@ -222,7 +224,7 @@ class DataLoaderAdapter:
                 f"seek was given {position!r}: a position cannot be negative; pass one that `loader.position` returned"
             )
         last = self.epoch_progress
-        order = last.order.recorded if last is not None and last.epoch == position.epoch else None
+        order = last.recorded_order if last is not None and last.epoch == position.epoch else None
         self._go_to(ResumePoint(position.epoch, position.samples, unit, order=order))
 
     def _go_to(self, point: ResumePoint) -> None:
@@ -274,6 +276,7 @@ class DataLoaderAdapter:
             # As a plain loader does, shuffle anew although the last pass was left early.
             self.iteration += 1
         self._resume = self._continued_by = None
+        self._generators = own_streams(self.base_dataloader)
         if self.skipped_from is not None:
             self.skipped_from._continued_by = self
         return point or ResumePoint(self.iteration)
@@ -350,13 +353,11 @@ class DataLoaderAdapter:
         """Return what later orders come from: seeds, and the states of generators that the user gave to the loader."""
         last = self.epoch_progress
         is_at_end = last is not None and not last.is_finished and getattr(self, "end_of_dataloader", False)
-        with last.order.finished() if last is not None and is_at_end else nullcontext():
-            generators = self._generators.take()
+        if self._generators is None:
+            self._generators = own_streams(self.base_dataloader)
+        with last.order.finished() if last is not None and is_at_end and self._generators else nullcontext():
+            generators = {name: stream.take() for name, stream in self._generators.items()}
         return {"base_seeds": [seed.base for seed in self._seeds], "generators": generators}
-
-    @property
-    def _generators(self) -> Streams:
-        return Streams(self.base_dataloader, ())
 
     def _resume_point(self) -> ResumePoint:
         """Return what a later pass needs to go on where this loader stands."""
@@ -384,7 +385,8 @@ class DataLoaderAdapter:
         for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
             if base is not None:
                 seed.restore(base)
-        self._generators.put(own.get("generators", {}))
+        if own.get("generators"):
+            Streams(self.base_dataloader, ()).put(own["generators"])
         point = ResumePoint.from_state_dict(own, self.iteration)
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
             self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))

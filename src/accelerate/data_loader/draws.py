@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,14 +52,6 @@ def _stream_of(generator: object) -> Stream | None:
     return None
 
 
-def own_streams(owners: Iterable[Any]) -> dict[str, Stream]:
-    """Return the generators that these objects have as attributes, each once, under a number."""
-    values = {id(value): value for owner in owners for value in getattr(owner, "__dict__", {}).values()}
-    values.pop(id(torch.default_generator), None)
-    found = filter(None, map(_stream_of, values.values()))
-    return {str(number): stream for number, stream in enumerate(found)}
-
-
 def nested_samplers(loader: Any) -> list[Any]:
     """Return the batch samplers and samplers of a loader, from the outside in, each once."""
     found: dict[int, Any] = {}
@@ -71,6 +64,15 @@ def nested_samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
+def own_streams(owner: Any) -> dict[str, Stream]:
+    """Return the generators that a loader or sampler and samplers inside it have as attributes, each under a number."""
+    owners = [owner, *nested_samplers(owner)]
+    values = {id(value): value for part in owners for value in getattr(part, "__dict__", {}).values()}
+    values.pop(id(torch.default_generator), None)
+    found = filter(None, map(_stream_of, values.values()))
+    return {str(number): stream for number, stream in enumerate(found)}
+
+
 class Streams:
     """The streams that a sampler may draw from, by name.
 
@@ -81,7 +83,7 @@ class Streams:
 
     def __init__(self, sampler: Any, names: Iterable[str] = ("python", "numpy", "torch")) -> None:
         everywhere = _global_streams()
-        self._all = {name: everywhere[name] for name in names} | own_streams([sampler, *nested_samplers(sampler)])
+        self._all = {name: everywhere[name] for name in names} | own_streams(sampler)
 
     def take(self) -> dict[str, Any]:
         """Return the states of all streams."""
@@ -116,53 +118,42 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@dataclass
+class OrderRecord:
+    """What an order was drawn from, and how far it was drawn.
+
+    Args:
+        drawn: Items drawn so far, -1 before the sampler is opened.
+        entries: States of streams, with the number of items that were drawn before them.
+        head: The first items, as text.
+        is_forked: Whether the sampler has streams for itself that began with these states, whatever others draw.
+        is_complete: Whether all states were kept.
+    """
+
+    drawn: int = -1
+    entries: list[Any] = field(default_factory=list)
+    head: list[str] = field(default_factory=list)
+    is_forked: bool = False
+    is_complete: bool = True
+
+
 class Draws:
-    """The record of an order: the states that its random numbers came from, and how many items were drawn so far.
+    """The sampler of an epoch at work: it is opened and read here, and its record is written.
 
     Samplers draw when they are opened, at the first item, or as they go. A state is noted where a stream was used that
     had been used by others since, so one that has a stream for itself needs a single state.
 
     Args:
         streams: What the sampler draws from.
-        drawn: Items drawn so far, -1 before the sampler is opened.
-        entries: States by the number of items that were drawn before them.
-        head: The first items, as text.
-        is_forked: Whether the sampler goes on with these streams alone, whatever others draw.
+        record: What is known already; nothing if None.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        drawn: int = -1,
-        entries: Iterable[tuple[int, Mapping[str, Any]]] = (),
-        head: Iterable[str] = (),
-        *,
-        is_forked: bool = False,
-    ) -> None:
+    def __init__(self, streams: Streams, record: OrderRecord | None = None) -> None:
         self.streams = streams
-        self.drawn = drawn
-        self.entries = list(entries)
-        self.head = list(head)
-        self.is_forked = is_forked
+        self.record = record or OrderRecord()
         self.is_exhausted = False
-        self.is_complete = True
         self.is_watched = False
         self._after: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {
-            "drawn": self.drawn,
-            "entries": [list(entry) for entry in self.entries],
-            "head": list(self.head),
-            "is_forked": self.is_forked,
-        }
-
-    @classmethod
-    def from_state_dict(cls, streams: Streams, state: Mapping[str, Any]) -> Draws:
-        """Return the record that `state_dict` gave."""
-        entries = [(count, states) for count, states in state["entries"]]
-        return cls(streams, state["drawn"], entries, state["head"], is_forked=state["is_forked"])
 
     def note(self, count: int, before: Mapping[str, Any]) -> None:
         """Keep the states that a draw began with, after it, where others have used the stream since the last draw."""
@@ -173,12 +164,13 @@ class Draws:
             if name not in self._after or not is_same(self._after[name], before[name]):
                 used[name] = before[name]
             self._after[name] = now
-        if not used or not self.is_complete:
+        record = self.record
+        if not used or not record.is_complete:
             return
-        self.entries.append((count, used))
-        if len(self.entries) > _MAX_STATES:
-            self.is_complete = False
-            self.entries.clear()
+        record.entries.append((count, used))
+        if len(record.entries) > _MAX_STATES:
+            record.is_complete = False
+            record.entries.clear()
             warn_once(
                 f"A sampler has drawn random numbers between training steps {_MAX_STATES} times in an epoch, too often to "
                 "record it: this epoch cannot be resumed in the same order. Draw the order at the start of `__iter__`, or "
@@ -190,21 +182,22 @@ class Draws:
         before = self.streams.take()
         items = iter(source)
         self.note(-1, before)
-        self.drawn = 0
+        self.record.drawn = 0
         return self._counted(items)
 
     def _counted(self, items: Iterator[T]) -> Iterator[T]:
+        record = self.record
         for item in items:
-            if self.drawn < _HEAD:
-                self.head.append(str(item))
-            self.drawn += 1
+            if record.drawn < _HEAD:
+                record.head.append(str(item))
+            record.drawn += 1
             yield item
         self.is_exhausted = True
 
     def watched(self, items: Iterator[T]) -> Iterator[T]:
         """Pass items, or batches of them, on, and note what was drawn for each."""
         while True:
-            count, before = self.drawn, self.streams.take()
+            count, before = self.record.drawn, self.streams.take()
             try:
                 item = next(items)
             except StopIteration:
@@ -215,17 +208,18 @@ class Draws:
     def repeated(self, source: Iterable[T]) -> tuple[list[T], Iterator[T]]:
         """Draw again what was drawn, and return it with the iterator that goes on from there; streams are not used."""
         items: list[T] = []
+        record = self.record
         with self.streams.borrowed():
-            opening = [states for count, states in self.entries if count < 0]
-            later = [(count, states) for count, states in self.entries if count >= 0]
+            opening = [states for count, states in record.entries if count < 0]
+            later = [(count, states) for count, states in record.entries if count >= 0]
             for states in opening:
                 self.streams.put(states)
             opened = iter(source)
-            for count, states in [*later, (max(self.drawn, 0), {})]:
+            for count, states in [*later, (max(record.drawn, 0), {})]:
                 items += islice(opened, count - len(items))
                 self.streams.put(states)
             self._after = self.streams.take()
-        if self.head != [str(item) for item in items[: len(self.head)]]:
+        if record.head != [str(item) for item in items[: len(record.head)]]:
             warn_once(
                 "A sampler gave another order than before from the same random states, so the rest of this epoch is not "
                 "that of the run that was saved: samples may repeat or be missed until it ends. Let the order depend on "

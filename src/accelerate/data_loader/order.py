@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch.utils.data import (
 )
 
 from accelerate.collectives.base import communicator
-from accelerate.data_loader.draws import Draws, Streams, forked
+from accelerate.data_loader.draws import Draws, OrderRecord, Streams, forked
 
 T = TypeVar("T")
 
@@ -141,13 +142,10 @@ class EpochOrder:
     """Open a sampler or batch sampler in the order of an epoch; this one does not shuffle, or seeds itself."""
 
     seed: EpochSeed | None = None
+    record: OrderRecord | None = None
+    """What draws the order of the epoch again, None if that is a function of seed and epoch."""
 
-    @property
-    def recorded(self) -> dict[str, Any] | None:
-        """What draws the order of the epoch again, None if that is a function of seed and epoch."""
-        return None
-
-    def restore(self, recorded: Mapping[str, Any] | None) -> None:
+    def restore(self, record: OrderRecord | None) -> None:
         """Let the next pass have the order of a record; None if it begins an epoch."""
 
     def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
@@ -208,38 +206,35 @@ class DrawnOrder(EpochOrder):
 
     def __init__(self, *, shared: bool = False) -> None:
         self.shared = shared
+        self.record: OrderRecord | None = None
         self._source: Iterable[Any] = ()
         self._draws: Draws | None = None
-        self._restored: Mapping[str, Any] | None = None
+        self._restored: OrderRecord | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The pass at hand belongs to this object alone.
         return {**self.__dict__, "_source": (), "_draws": None}
 
-    @property
-    def recorded(self) -> dict[str, Any] | None:
-        """What draws the order of the epoch again."""
-        return self._draws.state_dict() if self._draws is not None and self._draws.is_complete else None
-
-    def restore(self, recorded: Mapping[str, Any] | None) -> None:
-        self._restored = recorded
+    def restore(self, record: OrderRecord | None) -> None:
+        self._restored = record
 
     @contextmanager
     def finished(self) -> Iterator[None]:
         """Draw what the sampler draws after its last index, for the time of a block; torch's `RandomSampler` does so."""
         draws, length = self._draws, length_of(self._source)
-        if draws is None or draws.is_exhausted or draws.is_forked or not draws.is_complete or length is None:
+        is_known = draws is not None and draws.record.is_complete and not draws.record.is_forked
+        if draws is None or not is_known or draws.is_exhausted or length is None:
             yield
             return
         with draws.streams.borrowed():
-            Draws.from_state_dict(draws.streams, draws.state_dict()).exhaust(self._source, length)
+            Draws(draws.streams, deepcopy(draws.record)).exhaust(self._source, length)
             yield
 
     def open(self, source: Iterable[Any], epoch: int) -> Iterator[Any]:
         sampler = source.sampler if isinstance(source, SingleIndices) else source
         # Kept until the next pass: with worker processes torch opens its sampler twice, and uses the second.
-        restored = self._restored
-        self._source, self._draws = source, None
+        restored = deepcopy(self._restored)
+        self._source, self._draws, self.record = source, None, None
         if type(sampler) in _NOT_SHUFFLED:
             return iter(source)
         if _draws_at_once(sampler):
@@ -260,15 +255,15 @@ class DrawnOrder(EpochOrder):
         return batches if draws is None or not draws.is_watched else draws.watched(batches)
 
     def _open_at_once(
-        self, source: Iterable[Any], sampler: Any, restored: Mapping[str, Any] | None
+        self, source: Iterable[Any], sampler: Any, restored: OrderRecord | None
     ) -> Iterator[Iterator[Any]]:
         """Yield the opened sampler, and note its end."""
         is_global = sampler.generator in (None, torch.default_generator)
         streams = Streams(sampler, ("torch",) if is_global else ())
-        state = streams.take() if restored is None else restored["entries"][0][1]
+        state = restored.entries[0][1] if restored is not None and restored.entries else streams.take()
         if self.shared:
             state = agree(state)
-        self._draws = draws = Draws(streams, 1, [(-1, state)])
+        draws = self._begin(streams, OrderRecord(1, [(-1, state)]))
         # A generator that the user gave goes the same way on each rank; a global one is used on rank 0 alone.
         if restored is None and not (self.shared and is_global and communicator().rank):
             streams.put(state)
@@ -281,32 +276,35 @@ class DrawnOrder(EpochOrder):
             yield chain(first, opened)
         draws.is_exhausted = True
 
-    def _open_watched(
-        self, source: Iterable[Any], streams: Streams, restored: Mapping[str, Any] | None
-    ) -> Iterator[Any]:
+    def _open_watched(self, source: Iterable[Any], streams: Streams, restored: OrderRecord | None) -> Iterator[Any]:
         """Open a sampler of the user, or open it again where it was."""
-        self._draws = draws = Draws(streams) if restored is None else Draws.from_state_dict(streams, restored)
-        if draws.is_forked:
-            return forked(source, streams, draws.entries[0][1], leads=False)
+        draws = self._begin(streams, restored)
+        if draws.record.is_forked:
+            return forked(source, streams, draws.record.entries[0][1], leads=False)
         draws.is_watched = True
         if restored is None:
             return draws.follow(source)
         return chain(*draws.repeated(source))
 
     def _order_for_all(
-        self, source: Iterable[Any], streams: Streams, restored: Mapping[str, Any] | None
+        self, source: Iterable[Any], streams: Streams, restored: OrderRecord | None
     ) -> list[Any] | dict[str, Any]:
         """Return the items of an epoch; the states to draw them from if there may be no end of them."""
         length, states = length_of(source), streams.take()
-        if length is not None and not (restored is not None and restored["is_forked"]):
+        if length is not None and not (restored is not None and restored.is_forked):
             items = list(islice(self.watched(self._open_watched(source, streams, restored)), length + 1))
             if len(items) <= length:
                 return items
             streams.put(states)
-        for count, opening in () if restored is None else restored["entries"]:
+        for count, opening in () if restored is None else restored.entries:
             states |= opening if count < 0 else {}
-        self._draws = Draws(streams, 0, [(-1, states)], is_forked=True)
+        self._begin(streams, OrderRecord(0, [(-1, states)], is_forked=True))
         return states
+
+    def _begin(self, streams: Streams, record: OrderRecord | None) -> Draws:
+        self._draws = Draws(streams, record)
+        self.record = self._draws.record
+        return self._draws
 
 
 class SingleIndices:

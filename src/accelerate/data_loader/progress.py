@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from accelerate.data_loader.draws import OrderRecord
 from accelerate.data_loader.order import EpochOrder
 from accelerate.data_loader.plan import (
     UNKNOWN_SHARE,
@@ -51,7 +53,7 @@ class ResumePoint(NamedTuple):
     streams: tuple[int, ...] = ()
     rounds: int | None = None
     dataset: Any = None
-    order: Any = None
+    order: OrderRecord | None = None
     batches: int = 0
     is_reached_by_torchdata: bool = False
 
@@ -77,7 +79,7 @@ class ResumePoint(NamedTuple):
         if self.dataset is not None:
             state["dataset"] = self.dataset
         if self.order is not None:
-            state["order"] = self.order
+            state["order"] = vars(self.order) | {"entries": list(self.order.entries), "head": list(self.order.head)}
         return state
 
     @classmethod
@@ -91,7 +93,7 @@ class ResumePoint(NamedTuple):
             streams=tuple(state.get("streams", ())),
             rounds=state.get("rounds"),
             dataset=state.get("dataset"),
-            order=state.get("order"),
+            order=OrderRecord(**state["order"]) if state.get("order") else None,
         )
 
 
@@ -137,6 +139,12 @@ class EpochProgress:
         """The arithmetic of the pass, with the total if reading has shown it."""
         total = self.observed.total
         return self._plan if total is None else self._plan.with_total(total)
+
+    @property
+    def recorded_order(self) -> OrderRecord | None:
+        """What draws the order of the epoch again as it is now, None if that is not needed or not known."""
+        record = self.order.record
+        return None if record is None or not record.is_complete else copy(record)
 
     @property
     def num_batches(self) -> int | None:
@@ -232,7 +240,7 @@ class EpochProgress:
             streams=tuple(self._streams),
             rounds=None if self._rounds is None else self._rounds + self.taken,
             dataset=self.dataset_state if self.plan.ends_reading(self._number) else None,
-            order=self.order.recorded,
+            order=self.recorded_order,
         )
 
 
