@@ -82,7 +82,7 @@ GUIDES = {
         "share.",
     ),
     "load": Guide(
-        "Load", "`load_state(folder)`", 14, 21, "as with a save, each kind of object takes its own state back."
+        "Load", "`load_state(folder)`", 14, 20, "as with a save, each kind of object takes its own state back."
     ),
     "big": Guide(
         "A big model",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
-from accelerate.data_loader.draws import Stream, Streams, nested_samplers, own_streams
+from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_samplers, own_streams
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
@@ -147,7 +147,7 @@ class DataLoaderAdapter:
         self._reshuffles_after_break = False
         self._misstates_length = False
         # The generators of loader and samplers, looked up at each pass, because users exchange them.
-        self._generators: dict[str, Stream] | None = None
+        self._generators: dict[str, RandomStream] | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -292,7 +292,7 @@ class DataLoaderAdapter:
         """Begin to read; the rest of a pass draws no seed for its workers, because its beginning has done so."""
         if not self._continues_epoch:
             return iter(loader)
-        with Streams(self.base_dataloader, ("torch",)).borrowed():
+        with RandomStreams(self.base_dataloader, ("torch",)).borrowed():
             return iter(loader)
 
     def _place_dataset(self, point: ResumePoint) -> bool:
@@ -386,7 +386,7 @@ class DataLoaderAdapter:
             if base is not None:
                 seed.restore(base)
         if own.get("generators"):
-            Streams(self.base_dataloader, ()).put(own["generators"])
+            RandomStreams(self.base_dataloader, ()).put(own["generators"])
         point = ResumePoint.from_state_dict(own, self.iteration)
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
             self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))

@@ -23,32 +23,32 @@ _HEAD = 16
 """Items by which a repeated order is recognised."""
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """A source of random numbers whose state can be taken and put back."""
 
     take: Callable[[], Any]
     put: Callable[[Any], Any]
 
 
-def _global_streams() -> dict[str, Stream]:
+def _global_streams() -> dict[str, RandomStream]:
     return {
-        "python": Stream(random.getstate, random.setstate),
-        "numpy": Stream(numpy.random.get_state, numpy.random.set_state),
-        "torch": Stream(torch.get_rng_state, torch.set_rng_state),
+        "python": RandomStream(random.getstate, random.setstate),
+        "numpy": RandomStream(numpy.random.get_state, numpy.random.set_state),
+        "torch": RandomStream(torch.get_rng_state, torch.set_rng_state),
     }
 
 
-def _stream_of(generator: object) -> Stream | None:
+def _stream_of(generator: object) -> RandomStream | None:
     """Return the stream of an object that is a generator of random numbers, None for any other."""
     if isinstance(generator, torch.Generator):
-        return Stream(generator.get_state, generator.set_state)
+        return RandomStream(generator.get_state, generator.set_state)
     if isinstance(generator, random.Random):
-        return Stream(generator.getstate, generator.setstate)
+        return RandomStream(generator.getstate, generator.setstate)
     if isinstance(generator, numpy.random.RandomState):
-        return Stream(generator.get_state, generator.set_state)
+        return RandomStream(generator.get_state, generator.set_state)
     if isinstance(generator, numpy.random.Generator):
         bits = generator.bit_generator
-        return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        return RandomStream(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 
 
@@ -64,7 +64,7 @@ def nested_samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def own_streams(owner: Any) -> dict[str, Stream]:
+def own_streams(owner: Any) -> dict[str, RandomStream]:
     """Return the generators that a loader or sampler and samplers inside it have as attributes, each under a number."""
     owners = [owner, *nested_samplers(owner)]
     values = {id(value): value for part in owners for value in getattr(part, "__dict__", {}).values()}
@@ -73,7 +73,7 @@ def own_streams(owner: Any) -> dict[str, Stream]:
     return {str(number): stream for number, stream in enumerate(found)}
 
 
-class Streams:
+class RandomStreams:
     """The streams that a sampler may draw from, by name.
 
     Args:
@@ -148,7 +148,7 @@ class Draws:
         record: What is known already; nothing if None.
     """
 
-    def __init__(self, streams: Streams, record: OrderRecord | None = None) -> None:
+    def __init__(self, streams: RandomStreams, record: OrderRecord | None = None) -> None:
         self.streams = streams
         self.record = record or OrderRecord()
         self.is_exhausted = False
@@ -233,7 +233,7 @@ class Draws:
         deque(islice(rest, length - len(past) + 1), maxlen=0)
 
 
-def forked(source: Iterable[T], streams: Streams, states: Mapping[str, Any], *, leads: bool) -> Iterator[T]:
+def forked(source: Iterable[T], streams: RandomStreams, states: Mapping[str, Any], *, leads: bool) -> Iterator[T]:
     """Yield the items that a sampler draws from streams of its own, which begin with `states`.
 
     Args:

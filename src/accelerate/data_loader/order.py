@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from accelerate.collectives.base import communicator
-from accelerate.data_loader.draws import Draws, OrderRecord, Streams, forked
+from accelerate.data_loader.draws import Draws, OrderRecord, RandomStreams, forked
 
 T = TypeVar("T")
 
@@ -240,7 +240,7 @@ class DrawnOrder(EpochOrder):
         if _draws_at_once(sampler):
             # Opened at the first index, where these samplers draw: before that, the loader draws a seed.
             return chain.from_iterable(self._open_at_once(source, sampler, restored))
-        streams = Streams(source)
+        streams = RandomStreams(source)
         if not self.shared:
             return self._open_watched(source, streams, restored)
         is_first = communicator().rank == 0
@@ -259,7 +259,7 @@ class DrawnOrder(EpochOrder):
     ) -> Iterator[Iterator[Any]]:
         """Yield the opened sampler, and note its end."""
         is_global = sampler.generator in (None, torch.default_generator)
-        streams = Streams(sampler, ("torch",) if is_global else ())
+        streams = RandomStreams(sampler, ("torch",) if is_global else ())
         state = restored.entries[0][1] if restored is not None and restored.entries else streams.take()
         if self.shared:
             state = agree(state)
@@ -276,7 +276,9 @@ class DrawnOrder(EpochOrder):
             yield chain(first, opened)
         draws.is_exhausted = True
 
-    def _open_watched(self, source: Iterable[Any], streams: Streams, restored: OrderRecord | None) -> Iterator[Any]:
+    def _open_watched(
+        self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None
+    ) -> Iterator[Any]:
         """Open a sampler of the user, or open it again where it was."""
         draws = self._begin(streams, restored)
         if draws.record.is_forked:
@@ -287,7 +289,7 @@ class DrawnOrder(EpochOrder):
         return chain(*draws.repeated(source))
 
     def _order_for_all(
-        self, source: Iterable[Any], streams: Streams, restored: OrderRecord | None
+        self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None
     ) -> list[Any] | dict[str, Any]:
         """Return the items of an epoch; the states to draw them from if there may be no end of them."""
         length, states = length_of(source), streams.take()
@@ -301,7 +303,7 @@ class DrawnOrder(EpochOrder):
         self._begin(streams, OrderRecord(0, [(-1, states)], is_forked=True))
         return states
 
-    def _begin(self, streams: Streams, record: OrderRecord | None) -> Draws:
+    def _begin(self, streams: RandomStreams, record: OrderRecord | None) -> Draws:
         self._draws = Draws(streams, record)
         self.record = self._draws.record
         return self._draws
