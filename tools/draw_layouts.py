@@ -24,6 +24,7 @@ DEVICES = (24, 80)
 
 # Name of the step in the code, what it does, and why it stands there. Kept in order by a test.
 STEPS = (
+    ("convert", "layers of the number format", "fp8 only: which ones is decided on the whole model"),
     ("split_over_ranks", "split layers", "tensor parallel: what follows acts on the part that a rank has"),
     ("raise_precision", "weights in float32", "where mixed precision computes in 16 bits"),
     ("wrap_forward", "autocast", "innermost, so that all that is around it sees float32"),

@@ -13,6 +13,8 @@ RUN_IN_TESTS = frozenset({"cpu"})
 # What the public interface names and no registry has is shown too, so that nobody has to try.
 KNOWN_DEVICES = ("xla",)
 KNOWN_STRATEGIES = ("deepspeed", "megatron", "xla")
+# The devices that libraries for 8-bit floats name.
+FP8_DEVICES = frozenset({"cpu", "cuda", "hpu", "xpu"})
 NOT_THERE = "-"
 
 _DEVICE_TITLES = {"neuron": "Neuron", "xla": "XLA (TPU)"}
@@ -65,5 +67,8 @@ def _cell(backend: DeviceBackend | None, *, built: bool, single: bool) -> str:
     alone = backend is not None and backend.label is DistributedType.NO
     if backend is None or not built or (alone and not single):
         return NOT_THERE
-    names = ", ".join("fp32" if name == "no" else name for name in PrecisionType.list() if name in precisions.FORMATS)
+    listed = [name for name in PrecisionType.list() if name in precisions.FORMATS]
+    # Rarest last.
+    shown = sorted((name for name in listed if name != "fp8" or backend.type in FP8_DEVICES), key="fp8".__eq__)
+    names = ", ".join("fp32" if name == "no" else name for name in shown)
     return f"**{names}**" if backend.type in RUN_IN_TESTS else names

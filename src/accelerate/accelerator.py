@@ -223,6 +223,7 @@ class Accelerator(ProcessControl):
     sync_gradients = View[bool]("gradient_state", "Whether the batch at hand completes a window of gradients.")
     native_amp = View[bool]("precision", "Whether forward passes run in autocast.")
     fp8_enabled = View[bool]("precision", "Whether this run computes in fp8.")
+    delayed_fp8_autocast = View[bool]("precision", "Whether fp8 begins outside of an engine's wrapper: never here.")
     scaler = View[torch.amp.GradScaler | None]("precision", "The gradient scaler of float16 training.")
     has_lomo_optimizer = View[bool]("_objects", "Whether an optimizer steps inside backward (LOMO).", name="has_lomo")
     step = View[int]("_stepper", "Batches since the last end of a loader.")

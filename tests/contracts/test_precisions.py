@@ -85,7 +85,7 @@ class TestNumberFormats:
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"fp4.*bf16, fp16, no"):
+    with pytest.raises(ConfigurationError, match=r"fp4.*bf16, fp16, fp8, no"):
         precisions.make("fp4", current.runtime().backend)
 
 
@@ -102,7 +102,7 @@ def test_a_device_takes_a_format_or_says_why_not(name: str, backend: DeviceBacke
     else:
         assert precision.name == name
         return
-    dtype = {"fp16": "float16", "bf16": "bfloat16"}[name]
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}[name]
     assert not backend.supports_autocast(dtype)
     assert f"mixed_precision={name!r}" in refusal
     assert repr(backend.type) in refusal

@@ -172,5 +172,6 @@ def test_steps_are_done_in_order() -> None:
     def names(**options: bool) -> list[str]:
         return [step.__name__ for step in strategy.steps(**options)]
 
-    assert names(place=True, evaluation=False) == ["wrap_forward", "place", "compile_blocks", "wrap", "compile_whole"]
+    wrapped = ["wrap_forward", "place", "compile_blocks", "wrap", "compile_whole"]
+    assert names(place=True, evaluation=False) == ["convert", *wrapped]
     assert names(place=False, evaluation=True) == ["wrap_forward", "compile_blocks", "compile_whole"]

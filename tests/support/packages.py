@@ -13,6 +13,8 @@ from accelerate._base import imports
 
 SOURCES = Path(__file__).parent / "stand_ins"
 """Those that do something; any other is an empty package."""
+DISTRIBUTIONS = {"msamp": "ms_amp"}
+"""Those whose distribution has another name."""
 
 
 def write_stand_in(folder: Path, name: str, version: str = "99.0") -> None:
@@ -25,9 +27,10 @@ def write_stand_in(folder: Path, name: str, version: str = "99.0") -> None:
             package = folder.joinpath(top, *parts[:depth])
             package.mkdir(parents=True, exist_ok=True)
             (package / "__init__.py").write_text(f'__version__ = "{version}"\n')
-    metadata = folder / f"{top}-{version}.dist-info"
+    distribution = DISTRIBUTIONS.get(top, top)
+    metadata = folder / f"{distribution}-{version}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {top}\nVersion: {version}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     (metadata / "top_level.txt").write_text(f"{top}\n")
 
 

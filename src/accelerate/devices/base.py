@@ -174,6 +174,10 @@ class DeviceBackend:
             return bool(check()) if check is not None else False
         return False
 
+    def instead_of_fp8(self) -> str | None:
+        """Return the number format for devices of this type that do not compute in 8-bit floats; None if they do."""
+        return None
+
     def ddp_device_ids(self, device: torch.device) -> list[int] | None:
         """Return the `device_ids` argument of `DistributedDataParallel` for a model on `device`."""
         return [device.index] if self.needs_device_ids and device.index is not None else None

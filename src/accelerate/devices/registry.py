@@ -62,6 +62,20 @@ class CudaBackend(DeviceBackend):
 
         return torch.version.hip is None
 
+    def instead_of_fp8(self) -> str | None:
+        """Return "fp16" for devices before compute capability 8.9."""
+        from accelerate.devices.nvidia import check_cuda_fp8_capability
+
+        return None if check_cuda_fp8_capability() else "fp16"
+
+
+class GaudiBackend(DeviceBackend):
+    """Intel's Gaudi."""
+
+    def instead_of_fp8(self) -> str | None:
+        """Return "bf16" for the first generation."""
+        return "bf16" if is_habana_gaudi1() else None
+
 
 class MpsBackend(DeviceBackend):
     """Metal: one device without an index."""
@@ -156,7 +170,7 @@ VENDORS: tuple[DeviceBackend, ...] = (
         autocast_dtypes=_FLOAT16,
         device_files=("dev/davinci[0-9]*",),
     ),
-    DeviceBackend(  # Intel Gaudi
+    GaudiBackend(
         "hpu",
         DistributedType.MULTI_HPU,
         "hccl",

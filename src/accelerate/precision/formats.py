@@ -12,10 +12,13 @@ import torch
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import convert_to_fp32
+from accelerate.config.knob import KwargsHandler
 from accelerate.config.plugins.training import AutocastKwargs, GradScalerKwargs
 from accelerate.devices.base import DeviceBackend
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime import current
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
 class Precision:
@@ -25,10 +28,27 @@ class Precision:
     scaler: torch.amp.GradScaler | None = None
     native_amp = False
     fp8_enabled = False
+    delayed_fp8_autocast = False
+    joins_optimizer = False
+    """Whether `join` replaces a model and its optimizer together."""
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context in which a forward pass runs."""
         return nullcontext()
+
+    def join(
+        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        """Return what takes the place of models and optimizers that are prepared together."""
+        return models, optimizers
+
+    def convert(self, model: torch.nn.Module, *, gathered: bool = False) -> torch.nn.Module:
+        """Replace layers by ones that train in this format; returns the same model.
+
+        Args:
+            gathered: The weights are sharded, and brought together layer by layer in each pass.
+        """
+        return model
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make every forward pass of `model` run in the context; returns the same model."""
@@ -63,7 +83,7 @@ class MixedPrecision(Precision):
     """Autocast to a half precision dtype; float16 comes with a gradient scaler.
 
     Args:
-        name: "fp16" or "bf16".
+        name: "fp16", "bf16", or "fp8", around whose layers the others compute in bfloat16.
         backend: The hardware of this process.
         autocast: Options of `torch.autocast`.
         scaler: Options of `torch.amp.GradScaler`.
@@ -80,7 +100,7 @@ class MixedPrecision(Precision):
     ) -> None:
         self.name = name
         self.device_type = backend.type
-        dtype_name = {"fp16": "float16", "bf16": "bfloat16"}[name]
+        dtype_name = _DTYPES[name]
         self.dtype = getattr(torch, dtype_name)
         if not backend.supports_autocast(dtype_name):
             raise ConfigurationError(
@@ -111,17 +131,36 @@ class MixedPrecision(Precision):
         return model
 
 
-FORMATS: dict[str, Callable[[DeviceBackend, AutocastKwargs | None, GradScalerKwargs | None], Precision]] = {
-    "no": lambda backend, autocast, scaler: Precision(),
-    "fp16": functools.partial(MixedPrecision, "fp16"),
-    "bf16": functools.partial(MixedPrecision, "bf16"),
+def _make_fp8(
+    backend: DeviceBackend, autocast: AutocastKwargs | None, scaler: GradScalerKwargs | None, recipe: Any
+) -> Precision:
+    # Most runs do without, and its options are many.
+    from accelerate.precision import fp8
+
+    return fp8.make(backend, autocast, scaler, recipe)
+
+
+FORMATS: dict[
+    str, Callable[[DeviceBackend, AutocastKwargs | None, GradScalerKwargs | None, KwargsHandler | None], Precision]
+] = {
+    "no": lambda backend, autocast, scaler, recipe: Precision(),
+    "fp16": lambda backend, autocast, scaler, recipe: MixedPrecision("fp16", backend, autocast, scaler),
+    "bf16": lambda backend, autocast, scaler, recipe: MixedPrecision("bf16", backend, autocast, scaler),
+    "fp8": _make_fp8,
 }
 
 
 def make(
-    name: str, backend: DeviceBackend, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+    name: str,
+    backend: DeviceBackend,
+    autocast: AutocastKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+    recipe: KwargsHandler | None = None,
 ) -> Precision:
     """Make the number format called `name` for one kind of hardware.
+
+    Args:
+        recipe: How 8-bit floats are trained, and by which library; None chooses among those that are installed.
 
     Raises:
         ConfigurationError: If no such format is registered or the hardware lacks it.
@@ -131,7 +170,7 @@ def make(
             f"mixed_precision={name!r} has no implementation in this installation. "
             f"Write one of {', '.join(sorted(FORMATS))}."
         )
-    return FORMATS[name](backend, autocast, scaler)
+    return FORMATS[name](backend, autocast, scaler, recipe)
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
@@ -151,4 +190,6 @@ def get_mixed_precision_context_manager(
     if not native_amp:
         return nullcontext()
     name = current.ACCELERATOR.get("_mixed_precision", "no")
+    # Around layers in 8-bit floats.
+    name = "bf16" if name == "fp8" else name
     return make(name, current.runtime().backend, autocast_kwargs, GradScalerKwargs()).autocast()

@@ -201,18 +201,27 @@ class Float8Forward:
 
     It stands in the instance's `forward` and keeps the one before under `__wrapped__`, so signatures stay readable and
     the model can be pickled, copied and unwrapped.
+
+    Args:
+        recipe: A recipe of TransformerEngine.
+        use_during_eval: Use it too while the model is evaluated.
+        inner: What runs by the recipe: autocast around the model's original forward. By default its forward as it is.
     """
 
     __wrapped__: Callable[..., Any]
 
-    def __init__(self, model: nn.Module, recipe: Any, use_during_eval: bool) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Any, use_during_eval: bool, inner: Callable[..., Any] | None = None
+    ) -> None:
         self.model, self.recipe, self.use_during_eval = model, recipe, use_during_eval
-        functools.update_wrapper(self, model.forward)
+        before = model.forward if inner is None else model.__dict__["_original_forward"]
+        self.inner: Callable[..., Any] = before if inner is None else inner
+        functools.update_wrapper(self, before)
         self.__dict__.pop("__annotations__", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with fp8_region(self.recipe, enabled=self.use_during_eval or self.model.training):
-            return self.__wrapped__(*args, **kwargs)
+            return self.inner(*args, **kwargs)
 
 
 @transformer_engine_required

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module as module_internals
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,25 @@ def is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) 
     torch 2.9 to 2.13 raise an error when gradients are unscaled twice, and have no public way to ask before.
     """
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def follow_optimizer(scheduler: LRScheduler, optimizer: Any) -> None:
+    """Let a schedule drive another optimizer, with the same groups, than the one that it was made for.
+
+    torch 2.9 to 2.13 mark the `step` of the optimizer that a schedule is made for, and warn where the mark is missing.
+    """
+    for group, old in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
+        group.update({name: old[name] for name in ("initial_lr", "lr")})
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return step(*args, **kwargs)
+
+    vars(tracked)["_wrapped_by_lr_sched"] = True
+    optimizer.step = tracked
+    scheduler.optimizer = optimizer
 
 
 def register_first_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:

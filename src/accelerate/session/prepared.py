@@ -21,6 +21,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import Progress
+from accelerate.runtime.torch_private import follow_optimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.session.setup import Run
 
@@ -155,6 +156,8 @@ class Preparer:
         """Prepare objects in any order and number; nothing is touched if one of them cannot work."""
         bundle = Bundle(args, device_placement, self.run.options.dataloader_config.custom_classes)
         self._check(bundle)
+        if self.run.precision.joins_optimizer:
+            self._join(bundle)
         before = {id(argument): list(argument.given.parameters()) for argument in bundle.of(ObjectKind.MODEL)}
         for argument in bundle.of(ObjectKind.MODEL):
             argument.result = self._prepare_checked_model(argument.given, argument.device_placement, evaluation=False)
@@ -173,6 +176,22 @@ class Preparer:
         for argument in bundle.of(ObjectKind.SCHEDULER):
             argument.result = self.prepare_scheduler(argument.given)
         return bundle.results()
+
+    def _join(self, bundle: Bundle) -> None:
+        """Let the number format replace models and optimizers together; schedulers follow their optimizer."""
+        models, optimizers = (
+            [argument for argument in bundle.of(kind) if not _is_prepared(argument.given)]
+            for kind in (ObjectKind.MODEL, ObjectKind.OPTIMIZER)
+        )
+        for argument in models:
+            if self._places(argument.device_placement):
+                argument.given = self.run.strategy.place(argument.given)
+        joined = self.run.precision.join([entry.given for entry in models], [entry.given for entry in optimizers])
+        for argument, new in zip((*models, *optimizers), (*joined[0], *joined[1]), strict=True):
+            for scheduler in bundle.of(ObjectKind.SCHEDULER):
+                if getattr(scheduler.given, "optimizer", None) is argument.given:
+                    follow_optimizer(scheduler.given, new)
+            argument.given = argument.result = new
 
     def _check(self, bundle: Bundle) -> None:
         """Refuse what cannot work before anything is changed."""

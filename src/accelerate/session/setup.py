@@ -28,6 +28,7 @@ from accelerate.config.plugins.training import (
 )
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import formats as precisions
+from accelerate.precision import fp8
 from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
@@ -71,21 +72,30 @@ class Handlers:
     msamp_recipe_handler: MSAMPRecipeKwargs | None = None
 
     @property
+    def fp8_recipe(self) -> KwargsHandler | None:
+        """Return the recipe for training in 8-bit floats, if there is one."""
+        return next((recipe for name in _FP8_RECIPES if (recipe := getattr(self, name)) is not None), None)
+
+    @property
     def fp8_backend(self) -> FP8BackendType:
         """Return which library computes in fp8."""
-        if self.fp8_recipe_handler is not None:
-            return FP8BackendType(self.fp8_recipe_handler.backend)
-        recipes = {
-            FP8BackendType.AO: self.ao_recipe_handler,
-            FP8BackendType.TE: self.te_recipe_handler,
-            FP8BackendType.MSAMP: self.msamp_recipe_handler,
-        }
-        return next((backend for backend, recipe in recipes.items() if recipe is not None), FP8BackendType.NO)
+        return fp8.backend_of(self.fp8_recipe)
+
+    def choose_fp8_recipe(self) -> None:
+        """Take the recipe of the library that is named by the launcher or installed, unless one was given."""
+        if self.fp8_recipe is None:
+            recipe = fp8.choose_recipe()
+            setattr(self, _handler_names()[type(recipe)], recipe)
 
     @property
     def has_fp8_handler(self) -> bool:
         """Return whether there is a recipe for fp8."""
         return self.fp8_backend is not FP8BackendType.NO
+
+
+def _handler_names() -> dict[type[KwargsHandler], str]:
+    """Return the field for each class of options; each is declared as `SomeKwargs | None`."""
+    return {get_args(hint)[0]: name for name, hint in get_type_hints(Handlers).items()}
 
 
 _FP8_RECIPES = ("fp8_recipe_handler", "ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler")
@@ -166,7 +176,6 @@ def resolve_options(
         ConfigurationError: If arguments contradict each other or cannot work.
         WrongTypeError: If an argument is of the wrong type.
     """
-    handlers = _sort_handlers(kwargs_handlers or (), resolve_precision(mixed_precision).value)
     loaders = _resolve_loaders(dataloader_config, split_batches, global_batch_size)
     accumulation = _resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size)
     if dynamo_backend is not None and dynamo_plugin is not None:
@@ -186,18 +195,20 @@ def resolve_options(
     project = project_config if project_config is not None else ProjectConfiguration()
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
+    request = EngineRequest.from_plugins(
+        deepspeed=deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
+        fsdp=fsdp_plugin,
+        megatron=megatron_lm_plugin,
+        parallelism=parallelism_config,
+    )
+    handlers = _sort_handlers(kwargs_handlers or (), resolve_precision(mixed_precision).value, request)
     return RunSettings(
         device_placement=device_placement,
         mixed_precision=mixed_precision,
         cpu=cpu,
         dataloader_config=loaders,
         accumulation=accumulation,
-        request=EngineRequest.from_plugins(
-            deepspeed=deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
-            fsdp=fsdp_plugin,
-            megatron=megatron_lm_plugin,
-            parallelism=parallelism_config,
-        ),
+        request=request,
         torch_tp_plugin=torch_tp_plugin,
         rng_types=list(rng_types) if rng_types is not None else [RNGType.GENERATOR.value],
         project_configuration=project,
@@ -230,20 +241,26 @@ def start_run(options: RunSettings) -> Run:
         if shared["fsdp_plugin"] is not None:
             engines["fsdp"] = shared["fsdp_plugin"]
         request = EngineRequest(engines, request.parallelism)
-    precision_name = resolve_precision(options.mixed_precision)
+    asked = resolve_precision(options.mixed_precision)
+    if (shared["_mixed_precision"] if shared else asked.value) == "fp8":
+        options.handlers.choose_fp8_recipe()
     runtime = start(cpu=options.cpu or env.flag("ACCELERATE_USE_CPU"), group_options=options.group_options)
     chosen = strategies.select(request, runtime)
+    precision_name = Choice(shared["_mixed_precision"], asked.reason) if shared else _on_device(asked, runtime)
     if not shared:
         _publish(options, request, precision_name.value, chosen.value.label(runtime))
     mesh: DeviceMesh | None = None
     if request.parallelism is not None:
         request.parallelism.fit(runtime.world_size)
         mesh = shared["device_mesh"] = request.parallelism.get_device_mesh(runtime.device.type)
+    recipe = options.handlers.fp8_recipe
     precision = precisions.make(
-        shared["_mixed_precision"],
+        # Engines that shard take a recipe beside "bf16" as well.
+        "fp8" if recipe is not None and precision_name.value == "bf16" == asked.value else precision_name.value,
         runtime.backend,
         options.handlers.autocast_handler,
         options.handlers.scaler_handler,
+        recipe,
     )
     context = StrategyContext(
         runtime,
@@ -317,11 +334,19 @@ def resolve_precision(mixed_precision: str | PrecisionType | None) -> Choice[str
         ) from error
 
 
-def _sort_handlers(given: Sequence[KwargsHandler], mixed_precision: str) -> Handlers:
+def _on_device(asked: Choice[str], runtime: Runtime) -> Choice[str]:
+    """Return the number format that was asked for, or the nearest one that the device computes in."""
+    instead = runtime.backend.instead_of_fp8() if asked.value == "fp8" else None
+    if instead is None:
+        return asked
+    _LOG.warning("%s does not compute in 8-bit floats: mixed_precision is %r.", runtime.device, instead)
+    return Choice(instead, f"{runtime.device} does not compute in 8-bit floats")
+
+
+def _sort_handlers(given: Sequence[KwargsHandler], mixed_precision: str, request: EngineRequest) -> Handlers:
     if not given:
         return Handlers()
-    # Each field is declared as `SomeKwargs | None`.
-    types: dict[str, type[KwargsHandler]] = {name: get_args(hint)[0] for name, hint in get_type_hints(Handlers).items()}
+    types = {name: known for known, name in _handler_names().items()}
     found: dict[str, Any] = {}
     for handler in given:
         # The most derived class first: a union of two recipes is not also one of them.
@@ -338,7 +363,8 @@ def _sort_handlers(given: Sequence[KwargsHandler], mixed_precision: str) -> Hand
             )
         found[name] = handler
     recipe = next((name for name in _FP8_RECIPES if name in found), None)
-    if recipe is not None and mixed_precision != "fp8":
+    beside = ("fp8", "bf16") if request.engines else ("fp8",)
+    if recipe is not None and mixed_precision not in beside:
         raise ConfigurationError(
             f"A {types[recipe].__name__} was given with mixed_precision={mixed_precision!r}, which does not use "
             "it. Write mixed_precision='fp8' or leave the recipe out."

@@ -3,7 +3,7 @@
 The way of a strategy through a run:
 
 - select: `selected`, `label`; `caps` say what it can do, so that nobody compares names
-- prepare: `check_model`, `prepare_model` (= `steps`, with `place` and `wrap` among them), `replaced`, `data_shard`
+- prepare: `check_model`, `prepare_model` (= `steps`, with `convert`, `place` and `wrap` among them), `replaced`, `data_shard`
 - train: `no_sync`, `backward`, `scale_gradients`, `clip_grad_norm`, `clip_grad_value`
 - state: `full_state_dict`, `checkpoint_parts`, `open_gradients`, `set_open_gradients`, `gradient_share`
 """
@@ -155,7 +155,7 @@ class Strategy:
         Autocast goes innermost, so that wrappers see float32 outputs; blocks are compiled before the model is wrapped
         and a whole model after, because each compiler wants to see, respectively not to see, the wrapper.
         """
-        chain: list[Step] = [self.precision.wrap_forward]
+        chain: list[Step] = [self.precision.wrap_forward] if evaluation else [self.convert, self.precision.wrap_forward]
         if place:
             chain.append(self.place)
         chain.append(self.compile_blocks)
@@ -169,6 +169,10 @@ class Strategy:
         for step in self.steps(place=place, evaluation=evaluation):
             model = step(model)
         return model
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Replace layers by those of the number format."""
+        return self.precision.convert(model)
 
     def place(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move a model to the device of this process; a quantised one stays where it was loaded."""

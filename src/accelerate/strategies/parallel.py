@@ -71,7 +71,10 @@ class ParallelStrategy(Strategy):
             plan_of(model)
 
     def steps(self, *, place: bool, evaluation: bool) -> tuple[Step, ...]:
-        """Split layers first: autocast, compilers and replicas then see the layers that this rank has."""
+        """Split layers first: autocast, compilers and replicas then see the layers that this rank has.
+
+        Which layers a number format replaces is decided on the whole model.
+        """
         rest: tuple[Step, ...] = (self.precision.wrap_forward, self.compile_blocks, self.compile_whole)
         if self.layout.pp_enabled:
             split: Step | None = self.make_stage
@@ -79,8 +82,8 @@ class ParallelStrategy(Strategy):
         else:
             handler = self.layout.tp_handler
             split = tensor_parallel_step(self.mesh, handler.plan if handler is not None else None)
-        wrap = None if evaluation else self.wrap
-        chain = (self.place if place else None, split, equal_weights_step(self.mesh), wrap, *rest)
+        convert, wrap = (None, None) if evaluation else (self.convert, self.wrap)
+        chain = (convert, self.place if place else None, split, equal_weights_step(self.mesh), wrap, *rest)
         return tuple(step for step in chain if step is not None)
 
     def make_stage(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -67,6 +67,7 @@ class FSDPStrategy(Strategy):
             shard = (self.place,) if place else ()
         return (
             self.raise_precision,
+            *(() if evaluation else (self.convert,)),
             self.precision.wrap_forward,
             self.checkpoint_activations,
             self.compile_blocks,

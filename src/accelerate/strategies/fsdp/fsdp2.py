@@ -51,7 +51,12 @@ class FSDP2Strategy(FSDPStrategy):
         if layout is None or not layout.tp_enabled or not self.runtime.is_distributed:
             return chain
         split = tensor_parallel_step(layout.get_device_mesh(), layout.tp_handler.plan)
-        return (self.broadcast_weights, *((split,) if split is not None else ()), *chain)
+        first = (None if evaluation else self.convert, self.broadcast_weights, split)
+        return (*(step for step in first if step is not None), *chain)
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Replace layers by those of the number format, whose weights may be exchanged in it."""
+        return self.precision.convert(model, gathered=self.runtime.is_distributed)
 
     def broadcast_weights(self, model: nn.Module) -> nn.Module:
         """Give every rank the weights of the first: what each rank of a model holds whole must be equal."""
