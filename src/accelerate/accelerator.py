@@ -39,7 +39,7 @@ from accelerate.config.plugins.training import (
     TorchDynamoPlugin,
 )
 from accelerate.data_loader import skip_first_batches
-from accelerate.hooks.offloaded import get_state_dict_offloaded_model, offloaded_weights
+from accelerate.hooks.offloaded import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.mesh import axis_rank
 from accelerate.parallel.unwrap import extract_model_from_parallel
@@ -636,7 +636,7 @@ class Accelerator(ProcessControl):
             unwrap: Leave out what `prepare` put around the model, and its part of the names.
         """
         inner = extract_model_from_parallel(model) if unwrap else model
-        if offloaded_weights(inner):
+        if any(map(has_offloaded_params, inner.modules())):
             return get_state_dict_offloaded_model(inner)
         return self.strategy.full_state_dict(model, unwrap=unwrap)
 

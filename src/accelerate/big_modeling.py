@@ -23,6 +23,7 @@ from accelerate.hooks.attach import (
     first_accelerator,
     guard_moves,
     hook_device_map,
+    take_off_dispatch,
     weights_of_offloaded,
 )
 from accelerate.hooks.base import CpuOffload, UserCpuOffloadHook, add_hook_to_module, attach_layerwise_casting_hooks
@@ -320,6 +321,8 @@ def dispatch_model(
         ConfigurationError: If a tensor has no place, or modules on the disk have no folder.
     """
     check_device_map(model, device_map)
+    if hasattr(model, "hf_device_map"):
+        take_off_dispatch(model, device_map, state_dict, offload_dir, offload_index)
     places = {str(place) for place in device_map.values()}
     if len(places) > 1 or DISK in places or force_hooks:
         parts = flatten_device_map(model, device_map)

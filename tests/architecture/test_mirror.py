@@ -17,6 +17,7 @@ SUBJECTS = {
     "devices/test_availability.py",
     "hooks/test_hooks.py",
     "launch/test_plans.py",
+    "offload/test_loading_again.py",
     "offload/test_memory_while_running.py",
     "runtime/test_profile.py",
     "strategies/test_fsdp_public.py",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +13,17 @@ from torch import nn
 
 from accelerate._base.errors import CheckpointError, UsageError, WrongTypeError
 from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFolder, WeightFormat
-from accelerate.hooks.offloaded import offloaded_weights
+from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFolder, WeightFormat, is_weights_of
 from accelerate.offload.loading import COMPILED
 from accelerate.offload.memory import convert_file_size_to_int
 from accelerate.offload.safetensors_format import identity_in_memory, shared_names, warn_of_dropped_names
+from accelerate.offload.store import (
+    OffloadedWeight,
+    OffloadedWeightsLoader,
+    offloaded_weights,
+    save_offload_index,
+    scales_name,
+)
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,15 @@ class WeightToWrite:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """What a model has to write: its weights, and the entries of its state dict that are no tensors."""
+    """What a model has to write: its weights, and the entries of its state dict that are no tensors.
+
+    Args:
+        elsewhere: Those of the weights that are offloaded.
+    """
 
     tensors: Mapping[str, WeightToWrite]
     others: Mapping[str, Any]
+    elsewhere: Mapping[str, OffloadedWeight] = field(default_factory=dict)
 
 
 def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> ModelWeights:
@@ -67,7 +79,7 @@ def weights_of(model: nn.Module, state_dict: Mapping[str, Any]) -> ModelWeights:
             "is nothing to save. Load weights into the model first."
         )
     others = {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}
-    return ModelWeights(tensors, others)
+    return ModelWeights(tensors, others, {name.replace(COMPILED, ""): elsewhere[name] for name in elsewhere})
 
 
 def save_weights(
@@ -80,7 +92,7 @@ def save_weights(
 
     They are written beside the old ones and then put in their place, so a save that fails or is killed leaves weights
     that are whole: the old ones or the new ones. Other files in the folder stay. Offloaded weights are read one shard at
-    a time.
+    a time. A model that runs from safetensors files that were replaced by others runs from these.
 
     Args:
         max_shard_size: The size from which weights are spread over several files; a larger single weight has a file of
@@ -114,11 +126,38 @@ def save_weights(
                 folder.take(stage / file, staged.finish)
             staged.finish()
         folder.publish(kind, list(files), index)
+        if safe_serialization and folder.path is not None:
+            _follow_replaced_files(weights, folder.path, files, shared)
     except OSError as error:
         raise CheckpointError(
             f"The weights could not be written to {str(folder)!r}: {error}. What an earlier save left there "
             "can still be read. Make room or choose another folder, and save again."
         ) from error
+
+
+def _follow_replaced_files(
+    weights: ModelWeights, folder: Path, files: Mapping[str, list[str]], shared: Mapping[str, str]
+) -> None:
+    """Let the model read its offloaded weights from the files that took the place of theirs."""
+    written = {name: str((folder / file).absolute()) for file, names in files.items() for name in names}
+    moved: dict[int, tuple[OffloadedWeightsLoader, dict[str, Any]]] = {}
+    for name, weight in weights.elsewhere.items():
+        if weight.store is None or name not in weights.tensors:
+            continue
+        store, key = weight.store
+        _, listed, entry = store.origin(key)
+        path = entry.get("safetensors_file") if isinstance(entry, Mapping) else None
+        # Weights in 8 bits are read with scales, which have no name in the model.
+        if path is None or scales_name(key) in store or not is_weights_of(Path(path), folder):
+            continue
+        owner = shared.get(name, name)
+        dtype = str(weights.tensors[name].dtype).removeprefix("torch.")
+        entries = moved.setdefault(id(store), (store, {}))[1]
+        entries[listed] = {"safetensors_file": written[owner], "weight_name": owner, "dtype": dtype}
+    for store, entries in moved.values():
+        store.replace(entries)
+        if store.save_folder is not None:
+            save_offload_index(entries, store.save_folder)
 
 
 def _plan(

@@ -55,6 +55,11 @@ TORCH = WeightFormat(constants.WEIGHTS_NAME, constants.WEIGHTS_INDEX_NAME, const
 _FORMATS = (SAFETENSORS, TORCH)
 
 
+def is_weights_of(file: Path, folder: Path) -> bool:
+    """Return whether a file is one that a save into a folder replaces or removes."""
+    return any(known.owns(file.name) for known in _FORMATS) and file.parent.resolve() == folder.resolve()
+
+
 def open_folder(save_directory: str | PathLike[str]) -> WeightFolder:
     """Return the folder to save to, which need not be there yet.
 
@@ -74,7 +79,13 @@ def open_folder(save_directory: str | PathLike[str]) -> WeightFolder:
 
 
 class WeightFolder(ABC):
-    """Where weights are saved to: written to a stage, then put in place of those of an earlier save in either format."""
+    """Where weights are saved to: written to a stage, then put in place of those of an earlier save in either format.
+
+    Attributes:
+        path: Where it is, on a disk of this machine.
+    """
+
+    path: Path | None = None
 
     def __init__(self) -> None:
         self._stage_name = partial_name(mark=STAGE_MARK)
@@ -147,7 +158,7 @@ class LocalFolder(WeightFolder):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder = self.path = folder
         self._stage = folder / self._stage_name
 
     def __str__(self) -> str:

@@ -79,6 +79,12 @@ class WeightOnloader:
         weights = engine.register([(f"{prefix}{name}", tensor.dtype) for name, tensor in tensors.items()], device)
         return cls(engine, weights, module, list(tensors), device)
 
+    def renew(self) -> None:
+        """Take the weights from where the store has them now, unless they are in use."""
+        with self._lock:
+            if self._users == 0:
+                self.engine, self.weights = self.engine.renew(self.weights)
+
     def onload(self) -> None:
         """Put the weights in."""
         tensors = self.engine.acquire(self.weights)
@@ -180,6 +186,7 @@ class AlignDevicesHook(ModelHook):
         if self._onloader is None:
             return None
         source, onloader = self._onloader
+        onloader.renew()
         usable = source is self.weights_map and onloader.device == device and onloader.weights.is_current()
         return onloader if usable else None
 
@@ -304,13 +311,15 @@ class AlignDevicesHook(ModelHook):
         """Bring offloaded weights back to where they were before the hook; those from the meta device stay there."""
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules)) if self.offload else {}
         back = {name: device for name, device in self.original_devices.items() if name in tensors and device != META}
-        if not back:
+        for name in [name for name in back if tensors[name].device != META]:
+            self._set(module, name, back.pop(name))
+        if not back:  # files are not asked for: they may have been replaced, and the hook goes to load the model again
             return module
         # With what was written to the weights while the module ran on the CPU.
         onloader = self._onloader_on(torch.device(HOST))
         with onloader.pinned() if onloader is not None else nullcontext(self.weights_map or {}) as weights:
             for name, device in back.items():
                 value = weights.get(name)
-                if value is not None or tensors[name].device != META:
+                if value is not None:
                     self._set(module, name, device, value)
         return module

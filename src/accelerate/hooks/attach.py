@@ -14,7 +14,13 @@ from torch import nn
 from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.devices import registry
 from accelerate.hooks.align import AlignDevicesHook, SkipKeys, WeightOnloader
-from accelerate.hooks.base import add_hook_to_module, device_methods
+from accelerate.hooks.base import (
+    SequentialHook,
+    add_hook_to_module,
+    device_methods,
+    hooks_of,
+    remove_hook_from_module,
+)
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, is_offload, lookup
 from accelerate.offload.read_ahead import ReadAhead
 from accelerate.offload.store import (
@@ -23,6 +29,7 @@ from accelerate.offload.store import (
     extract_submodules_state_dict,
     has_offload_index,
     offload_state_dict,
+    offloaded_weights,
     read_offload_index,
 )
 from accelerate.offload.stored import FilePath
@@ -30,10 +37,13 @@ from accelerate.offload.tensors import (
     TiedCache,
     copy_to_host,
     find_tied_parameters,
+    is_empty,
     named_module_tensors,
+    owner_of,
     prune_tied_cache,
     retie_parameters,
     set_module_tensor_to_device,
+    table_of,
     tied_cache,
 )
 
@@ -202,6 +212,43 @@ def attach_align_device_hook_on_blocks(
 def first_accelerator(device_map: Mapping[str, Place]) -> Place:
     """Return the first accelerator of a device map, where offloaded modules run; the CPU if there is none."""
     return next((place for place in device_map.values() if not is_offload(place)), HOST)
+
+
+def take_off_dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: FilePath | None,
+    offload_index: Mapping[str, Any] | None,
+) -> None:
+    """Take the hooks of an earlier dispatch off a model, and bring the weights that the next one does not find itself.
+
+    Args:
+        device_map: The places that come next, with the sources of weights that are at hand for them.
+    """
+    offloaded = offloaded_weights(model)
+    for module in list(model.modules()):
+        hooks = hooks_of(module)
+        others = [hook for hook in hooks if not isinstance(hook, AlignDevicesHook)]
+        if len(others) == len(hooks):
+            continue
+        if not others:
+            remove_hook_from_module(module)
+            continue
+        for hook in hooks:
+            if isinstance(hook, AlignDevicesHook):
+                hook.detach_hook(module)
+        module._hf_hook = others[0] if len(others) == 1 else SequentialHook(*others)  # type: ignore[assignment]
+    for name in device_methods():
+        model.__dict__.pop(name, None)
+    on_disk: Mapping[str, Any] = offload_index or {}
+    if offload_index is None and offload_dir is not None and has_offload_index(offload_dir):
+        on_disk = read_offload_index(offload_dir)
+    for name, weight in offloaded.items():
+        at_hand = on_disk if lookup(device_map, name) == DISK else state_dict or {}
+        owner, key = owner_of(model, name)
+        if name not in at_hand and is_empty(table_of(owner, key)[key]):
+            set_module_tensor_to_device(model, name, HOST, weight.read(), clear_cache=False)
 
 
 def _offloaded_places(main: Place) -> set[str]:

@@ -106,6 +106,18 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     return hooked  # type: ignore[no-any-return]
 
 
+def hooks_of(module: nn.Module) -> list[ModelHook]:
+    """Return the hooks of a module in their order, each by itself."""
+    pending, found = [getattr(module, "_hf_hook", None)], list[ModelHook]()
+    while pending:
+        hook = pending.pop()
+        if isinstance(hook, SequentialHook):
+            pending += reversed(hook.hooks)
+        elif hook is not None:
+            found.append(hook)
+    return found
+
+
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)

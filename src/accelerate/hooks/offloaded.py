@@ -1,21 +1,18 @@
-"""Modules whose weights are offloaded: detected, brought back for a while, and read whole."""
+"""Modules whose weights are offloaded: detected, brought back for a while, read whole, and taken off their hooks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate.hooks.align import AlignDevicesHook
-from accelerate.hooks.base import SequentialHook
 from accelerate.offload.places import Place
-from accelerate.offload.store import identity_of_stored
+from accelerate.offload.store import offloading_hook
 from accelerate.offload.tensors import (
     get_non_persistent_buffers,
     is_empty,
@@ -24,13 +21,6 @@ from accelerate.offload.tensors import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that offloads a module's weights, also where it is one of several."""
-    hook = getattr(module, "_hf_hook", None)
-    candidates = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return next((each for each in candidates if isinstance(each, AlignDevicesHook) and each.offload), None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -46,7 +36,7 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
         execution_device: Where to; without it, offloaded parameters come to the device that runs the module.
     """
     hook = offloading_hook(module)
-    if hook is not None:
+    if isinstance(hook, AlignDevicesHook):
         usual = hook.execution_device
         hook.execution_device = usual if execution_device is None else execution_device
         try:
@@ -119,41 +109,3 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         for name, value in state_dict.items()
         if not is_empty(value)
     }
-
-
-@dataclass(frozen=True)
-class OffloadedWeight:
-    """One weight that is elsewhere: read when it is asked for, and known as the same under all its names.
-
-    Args:
-        like: What the model has in its place: shape and dtype without data.
-    """
-
-    source: Mapping[str, torch.Tensor]
-    key: str
-    like: torch.Tensor
-
-    def read(self) -> torch.Tensor:
-        """Return the weight on the CPU in the dtype that the model has it in; one of a file is mapped where it can be."""
-        value = self.source[self.key].detach().cpu()
-        return value.to(self.like.dtype) if value.is_floating_point() else value
-
-    @property
-    def identity(self) -> Hashable | None:
-        """Return what two names of one stored weight have in common, None where that cannot be told."""
-        return identity_of_stored(self.source, self.key)
-
-
-def offloaded_weights(model: nn.Module) -> dict[str, OffloadedWeight]:
-    """Return the weights of a model that its hooks keep elsewhere, by the names of its state dict."""
-    found: dict[str, OffloadedWeight] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        hook = offloading_hook(module)
-        if hook is None or hook.weights_map is None:
-            continue
-        below = hook.place_submodules
-        parameters = module.named_parameters(recurse=below, remove_duplicate=False)
-        for key, tensor in chain(parameters, module.named_buffers(recurse=below, remove_duplicate=False)):
-            if is_empty(tensor) and key in hook.weights_map:
-                found[f"{prefix}.{key}" if prefix else key] = OffloadedWeight(hook.weights_map, key, tensor)
-    return found

@@ -22,7 +22,9 @@ from accelerate.offload.store import (
     OffloadedWeightsLoader,
     WeightsFile,
     checkpoint_files,
+    load_offloaded_weight,
     load_state_dict,
+    offloaded_weights,
     open_weights_file,
     quantisation_statistics,
     save_offload_index,
@@ -32,6 +34,7 @@ from accelerate.offload.stored import ALIGNMENT, FilePath
 from accelerate.offload.tensors import (
     check_shape,
     find_tied_parameters,
+    is_rebuilt,
     owner_of,
     resolve_dtype,
     retie_parameters,
@@ -122,7 +125,10 @@ class _CheckpointLoader:
         keep_in_fp32: Iterable[str],
         quantise: bool,
     ) -> None:
-        self.model, self.device_map, self.folder, self.dtype = model, device_map, folder, dtype
+        self.model, self.device_map, self.dtype = model, device_map, dtype
+        self.offloaded = offloaded_weights(model)
+        stores = [weight.store[0] for weight in self.offloaded.values() if weight.store is not None]
+        self.folder = folder or next((store.save_folder for store in stores if store.save_folder is not None), None)
         self.offload_buffers, self.keep_in_fp32, self.quantise = offload_buffers, tuple(keep_in_fp32), quantise
         self.index: dict[str, Any] = {}
         self.buffers = {name for name, _ in model.named_buffers()}
@@ -131,6 +137,7 @@ class _CheckpointLoader:
         self.loaded: dict[str, tuple[WeightsFile, str]] = {}
         self.unexpected: list[str] = []
         self.to_convert: list[tuple[str, str, torch.Tensor]] = []
+        self.in_memory: dict[str, torch.Tensor] = {}
         self.statistics: dict[str, list[str]] = {}
 
     def load(self, file: WeightsFile) -> None:
@@ -177,7 +184,10 @@ class _CheckpointLoader:
         owner, key = owner_of(self.model, name)
         held: torch.Tensor | None = table_of(owner, key)[key]
         place = lookup(self.device_map, name)
-        if place is None:
+        store = self.offloaded[name].store if name in self.offloaded else None
+        if place is None and store is not None:
+            place = DISK if store[1] in store[0].index else HOST
+        elif place is None:
             place = HOST if held is None or held.device == META else held.device
         kept = self.dtype == torch.float16 and any(part in name for part in self.keep_in_fp32)
         dtype = torch.float32 if kept else self.dtype
@@ -186,6 +196,10 @@ class _CheckpointLoader:
             return
         device = as_device(HOST if place == DISK else place)
         value = file.read(source, device)
+        if store is not None and held is not None and scales is None and not is_rebuilt(held):
+            check_shape(name, held, tuple(value.shape))
+            self.in_memory[name] = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            return
         if type(held).__name__ == "Params4bit" and not value.is_floating_point():
             from accelerate.offload.quantised import place_packed
 
@@ -206,16 +220,15 @@ class _CheckpointLoader:
         scales: str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        if self.folder is None:
-            raise ConfigurationError(
-                f"{name!r} goes to the disk, and no offload_folder was given, so there is nowhere to write it. "
-                "Pass offload_folder."
-            )
+        if self.folder is None and name not in self.offloaded:
+            raise _no_folder(name)
         stored = file.like(source)
         if self.quantise and scales is None and stored.is_floating_point():
             from accelerate.offload.quantised import quantize_and_offload_8bit
 
             value = file.read(source, as_device(HOST))
+            if self.folder is None:
+                raise _no_folder(name)
             quantize_and_offload_8bit(self.model, value, name, dtype, self.folder, self.index, None)
             return
         check_shape(name, held, tuple(stored.shape))
@@ -245,13 +258,38 @@ class _CheckpointLoader:
             "dtype": str(dtype).removeprefix("torch."),
         }
 
+    def update_stores(self) -> None:
+        """Let the hooks of a model that was dispatched before read what was loaded now."""
+        changed: dict[int, tuple[OffloadedWeightsLoader, dict[str, Any]]] = {}
+        for weight_name, weight in self.offloaded.items():
+            if weight.store is None:
+                continue
+            store, stored_name = weight.store
+            for name, key in ((weight_name, stored_name), (scales_name(weight_name), scales_name(stored_name))):
+                found: Any = self.in_memory.get(name, self.index.get(name))
+                if self.folder is not None and isinstance(found, dict) and "safetensors_file" not in found:
+                    found = load_offloaded_weight(Path(self.folder) / f"{name}.dat", found)
+                if found is not None:
+                    changed.setdefault(id(store), (store, {}))[1][key] = found
+        for store, weights in changed.values():
+            store.replace(weights)
+
     def _convert(self, file: WeightsFile) -> None:
-        if self.to_convert and self.folder is not None:
+        if self.to_convert:
+            if self.folder is None:
+                raise _no_folder(self.to_convert[0][0])
             # One name may be wanted for two tied weights, in one dtype.
             path = convert_weights(file, self.folder, {source: wanted for _, source, wanted in self.to_convert})
             for name, source, wanted in self.to_convert:
                 self._index(name, path, source, wanted.dtype)
             self.to_convert.clear()
+
+
+def _no_folder(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name!r} goes to the disk, and no offload_folder was given, so there is nowhere to write it. "
+        "Pass offload_folder."
+    )
 
 
 def load_checkpoint_in_model(
@@ -272,7 +310,8 @@ def load_checkpoint_in_model(
 
     Args:
         checkpoint: A weights file, an index of shards, or a folder with one of these.
-        device_map: The place of each module; without it, each weight goes where the model's tensor is.
+        device_map: The place of each module; without it, each weight goes where the model's tensor is. A model that is
+            dispatched already runs from what was loaded.
         offload_folder: Where the index of weights on the disk is written, and those that cannot be used where they are:
             safetensors files are used in place, other formats and smaller dtypes are converted once.
         dtype: The dtype of floating-point weights in the model.
@@ -330,8 +369,9 @@ def load_checkpoint_in_model(
             f"{loader.unexpected!r}.",
             stacklevel=2,
         )
-    if offload_folder is not None:
-        save_offload_index(loader.index, offload_folder)
+    if loader.folder is not None:
+        save_offload_index(loader.index, loader.folder)
+    loader.update_stores()
     retie_parameters(model, tied)
 
 

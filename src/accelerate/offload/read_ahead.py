@@ -190,6 +190,8 @@ class ReadAhead:
     def __init__(self, weights: OffloadedWeightsLoader, offload_memory: int | str | None = None) -> None:
         self.store = weights
         self._offload_memory = offload_memory
+        self._version = weights.version
+        self._successor: ReadAhead | None = None
         self._files: OpenFiles = {}
         self._tensors: dict[Any, LoadedTensor] = {}
         self._modules: list[ModuleWeights] = []
@@ -226,6 +228,24 @@ class ReadAhead:
         weights = ModuleWeights(self._call_order.add(), tuple(tensors), files, nbytes, origin)
         self._modules.append(weights)
         return weights
+
+    def renew(self, module: ModuleWeights) -> tuple[ReadAhead, ModuleWeights]:
+        """Return what reads ahead of the store as it is now, and what a module passes to it.
+
+        All modules get the same one, in the order of the model. What was read of the store as it was goes away with the
+        last module that asks.
+        """
+        if self._version == self.store.version:
+            return self, module
+        with self._lock:
+            if self._successor is None:
+                following = ReadAhead(self.store, self._offload_memory)
+                for known in self._modules:
+                    # What is loaded anew may be of another dtype.
+                    wanted = [(name, self.store.find(name, following._files).dtype) for _, name, _ in known.origin]
+                    following.register(wanted, known.tensors[0].device)
+                self._successor = following
+        return self._successor.renew(self._successor._modules[module.number])
 
     @property
     def budget(self) -> MemoryBudget:

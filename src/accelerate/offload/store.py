@@ -6,10 +6,13 @@ import json
 import os
 import zipfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
 
 from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
@@ -17,7 +20,7 @@ from accelerate.collectives.base import Communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup, prefixes
 from accelerate.offload.safetensors_format import identity_in_memory, tensor_bytes
 from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
-from accelerate.offload.tensors import resolve_dtype
+from accelerate.offload.tensors import is_empty, resolve_dtype
 from accelerate.offload.weight_files import INDEX_SUFFIX, index_shards
 from accelerate.runtime.atomic import atomic_file
 
@@ -160,6 +163,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = read_offload_index(save_folder)
         self.index: Mapping[str, Any] = {} if index is None else index
         self.device = device
+        self.version = 0
         self._files: OpenFiles = {}
         self.all_keys = list(dict.fromkeys((*self.state_dict, *self.index)))
         self.aliases: dict[str, str] = {}
@@ -171,6 +175,20 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if stored is not None:
                 self.aliases.update({name: stored for name in group if name not in self})
         self.all_keys = list(dict.fromkeys((*self.all_keys, *self.aliases)))
+
+    def replace(self, weights: Mapping[str, torch.Tensor | WeightInfo]) -> None:
+        """Let weights be read from somewhere else: each is in memory now, or where an entry of an index says.
+
+        What reads ahead of this store sees by `version` that it has to begin anew.
+        """
+        stored = {self.aliases.get(name, name): weight for name, weight in weights.items()}
+        in_memory = {name: weight for name, weight in stored.items() if isinstance(weight, torch.Tensor)}
+        in_files = {name: weight for name, weight in stored.items() if name not in in_memory}
+        self.state_dict = {name: self.state_dict[name] for name in self.state_dict if name not in stored} | in_memory
+        self.index = {name: self.index[name] for name in self.index if name not in stored} | in_files
+        self.all_keys = list(dict.fromkeys((*self.all_keys, *stored)))
+        self._files = {}  # a file may be another one under its name now
+        self.version += 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": {}}  # a mapping belongs to one process
@@ -247,6 +265,73 @@ def identity_of_stored(weights: Mapping[str, torch.Tensor], key: str) -> Hashabl
     if isinstance(weights, OffloadedWeightsLoader):
         return weights.identity(key)
     return identity_in_memory(weights[key]) if isinstance(weights, dict) else None
+
+
+@dataclass(frozen=True)
+class OffloadedWeight:
+    """One weight that is elsewhere: read when it is asked for, and known as the same under all its names.
+
+    Args:
+        like: What the model has in its place: shape and dtype without data.
+    """
+
+    source: Mapping[str, torch.Tensor]
+    key: str
+    like: torch.Tensor
+
+    def read(self) -> torch.Tensor:
+        """Return the weight on the CPU in the dtype that the model has it in; one of a file is mapped where it can be."""
+        value = self.source[self.key].detach().cpu()
+        return value.to(self.like.dtype) if value.is_floating_point() else value
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Return what two names of one stored weight have in common, None where that cannot be told."""
+        return identity_of_stored(self.source, self.key)
+
+    @property
+    def store(self) -> tuple[OffloadedWeightsLoader, str] | None:
+        """Return the store that the weight is read from, with its name there; None for a mapping of another kind."""
+        source, key = self.source, self.key
+        while isinstance(source, PrefixedDataset):
+            key = f"{source.prefix}{key}"
+            source = source.dataset
+        return (source, key) if isinstance(source, OffloadedWeightsLoader) else None
+
+
+class OffloadingHook(Protocol):
+    """What keeps the weights of a module elsewhere while it does not run, and reads them from `weights_map`."""
+
+    offload: bool
+    weights_map: Mapping[str, torch.Tensor] | None
+    place_submodules: bool
+
+
+def offloading_hook(module: nn.Module) -> OffloadingHook | None:
+    """Return the hook that offloads a module's weights, also where it is one of several."""
+    pending: list[Any] = [getattr(module, "_hf_hook", None)]
+    while pending:
+        hook = pending.pop()
+        if getattr(hook, "offload", None) is True and hasattr(hook, "weights_map"):
+            found: OffloadingHook = hook
+            return found
+        pending += reversed(getattr(hook, "hooks", ()))
+    return None
+
+
+def offloaded_weights(model: nn.Module) -> dict[str, OffloadedWeight]:
+    """Return the weights of a model that its hooks keep elsewhere, by the names of its state dict."""
+    found: dict[str, OffloadedWeight] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        hook = offloading_hook(module)
+        if hook is None or hook.weights_map is None:
+            continue
+        below = hook.place_submodules
+        parameters = module.named_parameters(recurse=below, remove_duplicate=False)
+        for key, tensor in chain(parameters, module.named_buffers(recurse=below, remove_duplicate=False)):
+            if is_empty(tensor) and key in hook.weights_map:
+                found[f"{prefix}.{key}" if prefix else key] = OffloadedWeight(hook.weights_map, key, tensor)
+    return found
 
 
 def checkpoint_files(checkpoint: FilePath) -> list[Path]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -23,6 +24,7 @@ from accelerate.offload.store import (
     load_state_dict,
     offload_state_dict,
     offload_weight,
+    offloaded_weights,
     save_offload_index,
 )
 
@@ -187,3 +189,45 @@ def test_an_index_that_names_no_files_is_told(tmp_path: Path) -> None:
         ValueError, match=r"index.json' is not an index of shards: 'weight_map' must map.*Give the folder"
     ):
         checkpoint_files(index)
+
+
+class Block(nn.Module):
+    """A module that uses the weights of its children without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.left.weight @ self.right.weight
+
+
+def test_names_and_values(tmp_path: Path) -> None:
+    model = nn.Sequential(Block(), nn.BatchNorm1d(4))
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    assert offloaded_weights(model) == {}
+    cpu_offload(model, execution_device="cpu", offload_buffers=True, preload_module_classes=["Block"])
+    found = offloaded_weights(model)
+    empty = {name for name, value in model.state_dict().items() if value.device.type == "meta"}
+    assert set(found) == empty
+    assert {"0.left.weight", "0.right.weight", "1.weight", "1.running_mean"} <= empty
+    for name, weight in found.items():
+        assert torch.equal(weight.read(), wanted[name])
+
+
+def test_a_dispatched_model_names_what_is_not_there(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wanted = model[1].weight.detach().clone()
+    dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    found = offloaded_weights(model)
+    assert sorted(found) == ["1.bias", "1.weight"]
+    assert torch.equal(found["1.weight"].read(), wanted)
+
+
+def test_a_shared_module_is_found_under_all_its_names(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4)
+    model = disk_offload(nn.Sequential(layer, nn.ReLU(), layer), tmp_path, execution_device="cpu")
+    found = offloaded_weights(model)
+    assert sorted(found) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert found["0.weight"].identity == found["2.weight"].identity
+    assert found["0.weight"].identity != found["0.bias"].identity
