@@ -88,7 +88,7 @@ class Accelerator(ProcessControl):
         project_config: Folder of the run and naming of its checkpoints.
         gradient_accumulation_plugin: Finer settings of accumulation.
         step_scheduler_with_optimizer: Let schedulers follow the optimizer.
-        kwargs_handlers: Options of parts: DDP, autocast, scaler, process group, profiler.
+        kwargs_handlers: Options of parts: DDP, autocast, scaler, fp8, process group, profiler.
         dynamo_backend: Compile models with this backend.
         dynamo_plugin: Compile models with these settings.
         deepspeed_plugins: Another name of `deepspeed_plugin`.

@@ -18,6 +18,7 @@ from accelerate.devices.base import DeviceBackend
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime import current
 
+Place = Callable[[torch.nn.Module], torch.nn.Module]
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
@@ -37,9 +38,13 @@ class Precision:
         return nullcontext()
 
     def join(
-        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]
+        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], place: Place
     ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-        """Return what takes the place of models and optimizers that are prepared together."""
+        """Return what takes the place of models and optimizers that are prepared together.
+
+        Args:
+            place: Moves a model to its device.
+        """
         return models, optimizers
 
     def convert(self, model: torch.nn.Module, *, gathered: bool = False) -> torch.nn.Module:
@@ -93,6 +98,8 @@ class MixedPrecision(Precision):
     """
 
     native_amp = True
+    scales_losses = False
+    """Whether small gradients need a scaler in another format than float16 too."""
     dtype: torch.dtype
 
     def __init__(
@@ -108,7 +115,7 @@ class MixedPrecision(Precision):
                 f"{dtype_name}. Write mixed_precision='no', or another format."
             )
         self.handler = autocast
-        if name == "fp16":
+        if name == "fp16" or self.scales_losses:
             options = scaler.to_kwargs() if scaler is not None else {}
             self.scaler = SharedGradScaler(backend.type, **options)
 

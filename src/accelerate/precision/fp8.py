@@ -24,8 +24,7 @@ from accelerate.config.knob import KwargsHandler
 from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.plugins.training import AutocastKwargs, GradScalerKwargs
 from accelerate.devices.base import DeviceBackend
-from accelerate.precision.formats import MixedPrecision
-from accelerate.precision.scaler import SharedGradScaler
+from accelerate.precision.formats import MixedPrecision, Place
 
 BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
 
@@ -98,20 +97,14 @@ class MSAMPFloat8(Float8):
 
     recipe: MSAMPRecipeKwargs
     joins_optimizer = True
+    scales_losses = True
 
-    def __init__(
-        self,
-        backend: DeviceBackend,
-        autocast: AutocastKwargs | None,
-        scaler: GradScalerKwargs | None,
-        recipe: Any,
-    ) -> None:
-        super().__init__(backend, autocast, scaler, recipe)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.package = require("msamp", why="Training in 8-bit floats by MS-AMP")
-        self.scaler = SharedGradScaler(backend.type, **(scaler.to_kwargs() if scaler is not None else {}))
 
     def join(
-        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]
+        self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], place: Place
     ) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
         """Replace one model and its one optimizer.
 
@@ -125,7 +118,7 @@ class MSAMPFloat8(Float8):
                 f"prepare() was given {len(models)} model(s) and {len(optimizers)} optimizer(s), but MS-AMP replaces one "
                 "model and its optimizer together. Give both, and no other, to one prepare()."
             )
-        model, optimizer = self.package.initialize(models[0], optimizers[0], opt_level=self.recipe.opt_level)
+        model, optimizer = self.package.initialize(place(models[0]), optimizers[0], opt_level=self.recipe.opt_level)
         return [model], [optimizer]
 
 

@@ -183,10 +183,12 @@ class Preparer:
             [argument for argument in bundle.of(kind) if not _is_prepared(argument.given)]
             for kind in (ObjectKind.MODEL, ObjectKind.OPTIMIZER)
         )
-        for argument in models:
-            if self._places(argument.device_placement):
-                argument.given = self.run.strategy.place(argument.given)
-        joined = self.run.precision.join([entry.given for entry in models], [entry.given for entry in optimizers])
+        moved = {id(argument.given) for argument in models if self._places(argument.device_placement)}
+        joined = self.run.precision.join(
+            [argument.given for argument in models],
+            [argument.given for argument in optimizers],
+            lambda model: self.run.strategy.place(model) if id(model) in moved else model,
+        )
         for argument, new in zip((*models, *optimizers), (*joined[0], *joined[1]), strict=True):
             for scheduler in bundle.of(ObjectKind.SCHEDULER):
                 if getattr(scheduler.given, "optimizer", None) is argument.given:
