@@ -392,7 +392,7 @@ class LoaderPart:
 
     @property
     def everywhere(self) -> bool:
-        return self._is_stateful or bool(getattr(self.loader, "split_elsewhere", 0))
+        return self._is_stateful or getattr(self.loader, "differs_between_ranks", False)
 
     def snapshot(self) -> Any:
         if not hasattr(self.loader, "state_dict"):

@@ -17,7 +17,7 @@ from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_sam
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochSeed
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
-from accelerate.data_loader.progress import EpochProgress, Position, ResumePoint
+from accelerate.data_loader.progress import DataSource, EpochProgress, Position, ResumePoint
 from accelerate.data_loader.samplers import get_sampler, set_sampler
 from accelerate.runtime.gradient_clock import GradientState
 
@@ -166,6 +166,11 @@ class DataLoaderAdapter:
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None, "_generators": None}
 
+    @property
+    def differs_between_ranks(self) -> bool:
+        """Whether the state of this loader is another one on each rank."""
+        return self.split_elsewhere > 0
+
     def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
         """Take the seeds that fix the order of each epoch, to save and restore them.
 
@@ -298,7 +303,10 @@ class DataLoaderAdapter:
     def _place_dataset(self, point: ResumePoint) -> bool:
         """Put a dataset that saves its own state where it was saved; return whether that was possible."""
         base = self.base_dataloader
-        can = point.dataset is not None and saves_its_state(base)
+        # A state behind the files of one process says nothing about those of another.
+        view = getattr(base, "dataset", None)
+        is_own = view.goes_on_after(point) if isinstance(view, DataSource) else not point.files
+        can = point.dataset is not None and is_own and saves_its_state(base)
         if can:
             whole_dataset(base).load_state_dict(point.dataset)
         elif self._dataset_was_placed and is_hf_dataset(whole_dataset(base), "IterableDataset"):

@@ -98,7 +98,8 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
         size = self.total_batch_size
         rows = size // self.num_processes
         own = slice(self.process_index * rows, (self.process_index + 1) * rows)
-        elements = iter(self.dataset)
+        files = self._point.files
+        elements = iter(LeftInFiles(self.dataset, files) if files else self.dataset)
         first = self._pass_over(elements, size)
         while group := list(islice(elements, size)):
             if not first:
@@ -113,7 +114,8 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
 
     def _pass_over(self, elements: Iterator[Any], size: int) -> list[Any]:
         """Drop the elements that were handed out before, and return the first of them."""
-        dropped = samples_of_worker(self._point.samples, self._point.unit or size, self._point.streams)
+        left_out = sum(self._point.files)
+        dropped = samples_of_worker(self._point.samples - left_out, self._point.unit or size, self._point.streams)
         first = list(islice(elements, min(size, dropped)))
         next(islice(elements, dropped - len(first), dropped - len(first)), None)
         # Only a whole first group completes the last one as in a pass that was never stopped.
@@ -125,7 +127,10 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
         dropped = self._batches_to_drop(workers, point)
         start = 0 if dropped else point.start
         self._point = ResumePoint(
-            samples=0 if dataset_is_placed else start, unit=point.unit, streams=point.streams if start else ()
+            samples=0 if dataset_is_placed else start,
+            unit=point.unit,
+            streams=point.streams if start else (),
+            files=point.files if start else (),
         )
         if point.start and loader.persistent_workers:
             loader = copy_loader(loader)  # workers that run already have a copy of the dataset
@@ -148,7 +153,7 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
 
     def _batches_to_drop(self, workers: int, point: ResumePoint) -> int:
         size = self.total_batch_size
-        if point.start == 0 or workers <= 1 or point.unit not in (0, size):
+        if point.start == 0 or point.files or workers <= 1 or point.unit not in (0, size):
             return 0
         if point.streams:
             return 0 if point.rounds is None or len(point.streams) != workers else point.rounds
@@ -200,6 +205,24 @@ class Offset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.dataset), self.start, None)
+
+
+class LeftInFiles(IterableDataset[Any]):
+    """What processes that each read files of their own have left of an epoch.
+
+    Args:
+        dataset: A dataset of the `datasets` package.
+        files: Samples that each of the processes has taken of its files.
+    """
+
+    def __init__(self, dataset: Any, files: tuple[int, ...]) -> None:
+        self.dataset = dataset
+        self.files = files
+
+    def __iter__(self) -> Iterator[Any]:
+        count = len(self.files)
+        for index, taken in enumerate(self.files):
+            yield from islice(iter(self.dataset.shard(num_shards=count, index=index)), taken, None)
 
 
 def whole_dataset(loader: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
@@ -16,7 +17,8 @@ from accelerate.collectives.nested import place_batch
 from accelerate.collectives.rng import synchronize_rng_states
 from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.draws import nested_samplers
-from accelerate.data_loader.iterables import AnnotatedBatch, IterableDatasetShard, Offset, whole_dataset
+from accelerate.data_loader.file_shards import FileShard, in_step
+from accelerate.data_loader.iterables import AnnotatedBatch, IterableDatasetShard, LeftInFiles, Offset, whole_dataset
 from accelerate.data_loader.order import EpochOrder, length_of
 from accelerate.data_loader.plan import Observations, PlainPlan
 from accelerate.data_loader.progress import DataSource, EpochProgress, OpenedPass, ResumePoint
@@ -67,7 +69,8 @@ class PlainSource(DataSource):
         dataset: Any = getattr(loader, "dataset", None)
         is_iterable = isinstance(dataset, IterableDataset)
         if is_iterable and loader.num_workers <= 1 and not self.divided_by:
-            return OpenedPass(plan, copy_loader(loader, dataset=Offset(dataset, point.start)))
+            whole = LeftInFiles(dataset, point.files) if point.files else dataset
+            return OpenedPass(plan, copy_loader(loader, dataset=Offset(whole, point.start - sum(point.files))))
         dropped, rest = divmod(point.start, unit)
         if dataset is not None and self.sampler is not None and not is_iterable:
             return OpenedPass(plan, copy_with_batch_sampler(loader, SkipBatchSampler(self.sampler, dropped)))
@@ -131,6 +134,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             saves_state = self._saves_state()
             source, progress, batches = self._open(saves_state)
+            if isinstance(source, FileShard):
+                yield from self._read_in_step(source, progress, batches)
+                return
             length = progress.num_batches
             if length is None:
                 yield from self._read_ahead(source, progress, batches)
@@ -205,6 +211,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         dropped += self.skip_batches
         skipped = self.skip_batches + skipped_batches(samplers) + point.batches
         progress = EpochProgress(plan, skipped, point.batches, source.order)
+        progress.files = point.files
         self._start_progress(progress, point)
         self._forward_epoch(samplers)
         self.begin()
@@ -216,6 +223,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             is_counted = plan.has_notes
             batches = _pass_over(batches, dropped, progress) if is_counted else islice(batches, dropped, None)
         return source, progress, batches
+
+    @property
+    def differs_between_ranks(self) -> bool:
+        """Whether the state of this loader is another one on each rank."""
+        return self.split_elsewhere > 0 or isinstance(self.base_dataloader.dataset, FileShard)
 
     def _expected_remainder(self) -> int:
         remainder = None if self.epoch_progress is None else self.epoch_progress.plan.remainder
@@ -258,6 +270,21 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _take_remainder(self, progress: EpochProgress) -> None:
         if progress.remainder is not None and not self._drop_last:
             self.remainder = progress.remainder
+
+    def _read_in_step(self, source: FileShard, progress: EpochProgress, batches: Iterator[Any]) -> Iterator[Any]:
+        """Hand out batches until no process has any."""
+        progress.files = source.files
+        for batch, rows, self.end_of_dataloader in in_step(batches, source.batch_size):
+            if not source.is_common:
+                progress.files = tuple(map(operator.add, progress.files, rows))
+            batch = self._hand_out(batch, progress)
+            if self.end_of_dataloader:
+                self._take_remainder(progress)
+            yield batch
+        if progress.taken:
+            self._complete()
+        else:
+            self._end_empty(progress)
 
     def _hand_out(self, batch: Any, progress: EpochProgress) -> Any:
         """Count a batch, take what it brought along, and put it on the device."""

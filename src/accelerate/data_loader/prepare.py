@@ -18,6 +18,7 @@ from accelerate.collectives.base import communicator
 from accelerate.data_loader.adapter import DataLoaderAdapter, as_stateful, stateful_class
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.draws import nested_samplers
+from accelerate.data_loader.file_shards import FileShard
 from accelerate.data_loader.global_batches import (
     GlobalBatchCollate,
     GlobalBatchDataset,
@@ -317,9 +318,14 @@ def _shard_iterable(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
         return _shard_loader(copy_loader(loader, **changes), options)
     if count == 1 and loader.num_workers <= 1:
         return _shard_loader(copy_loader(loader), options)
-    by_files = _reads_files(loader.dataset, options)
+    by_files = _reads_files(loader, options)
+    if is_hf_dataset(loader.dataset, "IterableDataset"):
+        reads = "its own files" if by_files.value else "all files"
+        _log_on_main(f"each process reads {reads} of an iterable dataset: {by_files.reason}")
+    if by_files.value and options.even:
+        own = FileShard(loader.dataset, loader.batch_size, count, index)
+        return _shard_loader(copy_loader(loader, dataset=own), options)
     if by_files.value:
-        _log_on_main(f"each process reads its own files of an iterable dataset: {by_files.reason}")
         own = loader.dataset.shard(num_shards=count, index=index)
         return _shard_loader(copy_loader(loader, dataset=own), options, split_elsewhere=count)
     shard = IterableDatasetShard(loader.dataset, loader.batch_size or 1, loader.drop_last, count, index, options.split)
@@ -333,14 +339,18 @@ def _shard_iterable(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
     return _shard_loader(copy_loader(loader, **changes), options)
 
 
-def _reads_files(dataset: Any, options: _LoaderOptions) -> Choice[bool]:
-    if not is_hf_dataset(dataset, "IterableDataset") or options.split:
-        return Choice(False, "elements are shared out one by one")
-    if options.even:
-        return Choice(False, "files differ in length, and even_batches=True keeps the processes in step")
-    if dataset.num_shards < options.num_processes:
-        return Choice(False, f"{dataset.num_shards} files are too few for {options.num_processes} processes")
-    return Choice(True, f"it has {dataset.num_shards} files, and even_batches=False allows different lengths")
+def _reads_files(loader: Any, options: _LoaderOptions) -> Choice[bool]:
+    """Say whether each process can read some files of the dataset and leave the others to the others."""
+    count = options.num_processes
+    if not is_hf_dataset(loader.dataset, "IterableDataset") or options.split or loader.batch_size is None:
+        return Choice(False, "its elements are shared out one by one")
+    num_files = loader.dataset.num_shards
+    if num_files < count:
+        return Choice(False, f"{num_files} are too few for {count} processes, so each takes its part of all elements")
+    if options.even and communicator().world_size != count:
+        return Choice(False, "processes of one model read the same, so each takes its part of all elements")
+    in_step = "the processes say at each step what they have" if options.even else "even_batches=False lets them differ"
+    return Choice(True, f"there are {num_files}, and {in_step}")
 
 
 def _dispatcher(

@@ -40,6 +40,7 @@ class ResumePoint(NamedTuple):
         workers: Processes that read for one loader of an iterable dataset, 0 if unknown.
         streams: Samples that each worker's own stream has handed out, where there are several.
         rounds: Batches since the start of the epoch, None if they had different sizes.
+        files: Samples that each process has handed out of its own files, where each reads some of them.
         dataset: The state of a dataset that can save its own.
         order: What draws the order of this epoch again, where that does not depend on seed and epoch alone.
         batches: Batches that torchdata's loader passes over by itself.
@@ -52,6 +53,7 @@ class ResumePoint(NamedTuple):
     workers: int = 0
     streams: tuple[int, ...] = ()
     rounds: int | None = None
+    files: tuple[int, ...] = ()
     dataset: Any = None
     order: OrderRecord | None = None
     batches: int = 0
@@ -76,6 +78,8 @@ class ResumePoint(NamedTuple):
             state["streams"] = list(self.streams)
         if self.rounds is not None:
             state["rounds"] = self.rounds
+        if self.files:
+            state["files"] = list(self.files)
         if self.dataset is not None:
             state["dataset"] = self.dataset
         if self.order is not None:
@@ -92,6 +96,7 @@ class ResumePoint(NamedTuple):
             workers=state.get("workers", 0),
             streams=tuple(state.get("streams", ())),
             rounds=state.get("rounds"),
+            files=tuple(state.get("files", ())),
             dataset=state.get("dataset"),
             order=OrderRecord(**state["order"]) if state.get("order") else None,
         )
@@ -119,6 +124,8 @@ class EpochProgress:
     """How much of it the progress of the run has counted already."""
     torchdata_counts: bool = True
     """Whether the batches that torchdata's loader counts by itself are those of the plan."""
+    files: tuple[int, ...] = ()
+    """Samples that each process has handed out of its own files, where each reads some of them."""
     dataset_state: Any = None
     """The state of a dataset that saves its own, behind the batch at hand."""
 
@@ -239,6 +246,7 @@ class EpochProgress:
             workers=workers,
             streams=tuple(self._streams),
             rounds=None if self._rounds is None else self._rounds + self.taken,
+            files=self.files,
             dataset=self.dataset_state if self.plan.ends_reading(self._number) else None,
             order=self.recorded_order,
         )
@@ -273,6 +281,10 @@ class DataSource(ABC):
     @abstractmethod
     def total_batch_size(self) -> int:
         """Samples of a step over all processes."""
+
+    def goes_on_after(self, point: ResumePoint) -> bool:
+        """Return whether the same data was divided in the same way when the point was reached."""
+        return not point.files
 
     @abstractmethod
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
