@@ -87,7 +87,8 @@ def test_too_few_files_are_read_by_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "workers"), [(2, 2, 0), (2, 3, 0), (3, 2, 0), (3, 1, 0), (2, 5, 0), (5, 2, 0), (1, 2, 0), (2, 2, 2)]
+    ("before", "after", "workers"),
+    [(2, 2, 0), (2, 3, 0), (3, 2, 0), (3, 1, 0), (2, 5, 0), (5, 2, 0), (1, 2, 0), (2, 2, 2)],
 )
 def test_a_resume_sees_what_was_not_seen(before: int, after: int, workers: int, tmp_path: Path) -> None:
     lengths = [6, 8, 9, 6]

@@ -122,6 +122,8 @@ class DataLoaderAdapter:
     """The loader whose first batches this one leaves out."""
     split_elsewhere: int = 0
     """Among how many processes the data was divided before it came to prepare, 0 if it was not."""
+    differs_between_ranks: bool = False
+    """Whether the state of this loader is another one on each rank."""
     _batches_per_step: int = 1
 
     def __init__(
@@ -165,11 +167,6 @@ class DataLoaderAdapter:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None, "_generators": None}
-
-    @property
-    def differs_between_ranks(self) -> bool:
-        """Whether the state of this loader is another one on each rank."""
-        return self.split_elsewhere > 0
 
     def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
         """Take the seeds that fix the order of each epoch, to save and restore them.

@@ -224,11 +224,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             batches = _pass_over(batches, dropped, progress) if is_counted else islice(batches, dropped, None)
         return source, progress, batches
 
-    @property
-    def differs_between_ranks(self) -> bool:
-        """Whether the state of this loader is another one on each rank."""
-        return self.split_elsewhere > 0 or isinstance(self.base_dataloader.dataset, FileShard)
-
     def _expected_remainder(self) -> int:
         remainder = None if self.epoch_progress is None else self.epoch_progress.plan.remainder
         if remainder is None:

@@ -272,6 +272,7 @@ def _shard_loader(
         _base_dataloader=base,
     )
     loader.split_elsewhere = split_elsewhere
+    loader.differs_between_ranks = split_elsewhere > 0 or isinstance(base.dataset, FileShard)
     loader.seed_with(seeds or [], reshuffles_after_break=options.base_seed is None)
     return loader
 
