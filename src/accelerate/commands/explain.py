@@ -75,7 +75,8 @@ def table_of(config: RunConfig, title: str, *, verbose: bool) -> Table:
 
 def _print_elastic(console: Console, options: ElasticOptions) -> None:
     total = options.nproc_per_node * options.num_nodes
-    _line(console, "processes", f"{options.nproc_per_node} here, {total} on {options.num_nodes} machine(s)")
+    fewest = f"{options.min_nodes} to " if options.min_nodes else ""
+    _line(console, "processes", f"{options.nproc_per_node} here, {total} on {fewest}{options.num_nodes} machine(s)")
     endpoint = options.rdzv_endpoint
     if endpoint.endswith(":0"):
         endpoint = "this machine, on a free port that the system picks at the start"

@@ -48,6 +48,9 @@ options_to_group = {
     "use_parallelism_config": "ParallelismConfig Arguments",
     "num_machines": "Distributed GPUs",
     "num_processes": "Distributed GPUs",
+    "nproc_per_node": "torchrun Arguments",
+    "nnodes": "torchrun Arguments",
+    "standalone": "torchrun Arguments",
 }
 _ALWAYS_SHOWN = (
     "positional arguments",
@@ -59,7 +62,7 @@ _ALWAYS_SHOWN = (
 )
 _MORE = (
     "More options are shown by --help together with "
-    + ", ".join(f"--{option}" for option in options_to_group if option != "num_machines")
+    + ", ".join(f"--{option}" for option in options_to_group if option not in ("num_machines", "nnodes", "standalone"))
     + ", or with --verbose."
 )
 

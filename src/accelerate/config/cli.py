@@ -20,9 +20,13 @@ class RecordValue(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Store and record."""
-        setattr(namespace, self.dest, self.value(namespace, values, option_string))
-        # A new set each time: the one of another parse must not grow.
+        value = self.value(namespace, values, option_string)
+        setattr(namespace, self.dest, value)
+        # New ones each time: those of another parse must not grow.
         namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}
+        written = {**getattr(namespace, "written", {})}
+        written[self.dest] = {**written.get(self.dest, {}), (option_string or "").lstrip("-").replace("-", "_"): value}
+        namespace.written = written
 
     def value(self, namespace: argparse.Namespace, values: Any, option_string: str | None) -> Any:
         """Return what to store."""
@@ -50,7 +54,8 @@ class _RecordList(RecordValue):
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every launch option to a parser, in groups; each flag may be written with `_` or `-`.
 
-    Values that are given explicitly are named in `nondefault` of the parsed namespace.
+    Values that are given explicitly are named in `nondefault` of the parsed namespace; `written` has, for each of them, the
+    value under each name of its flag.
     """
     groups: dict[str, Any] = {"options": parser}
     for option in options().values():
@@ -74,7 +79,7 @@ def spellings(flag: str) -> list[str]:
 def _add(group: Any, option: LaunchOption) -> None:
     declared = option.knob
     shown = [name for name in (declared.short, option.flag) if name]
-    text: dict[str, Any] = {"help": declared.help.replace("%", "%%"), "default": option.default, "dest": option.name}
+    text: dict[str, Any] = {"help": _help(option), "default": option.default, "dest": option.name}
     if declared.shape == "switch":
         off = [f"--{declared.negative}"] if declared.negative else []
         shown += off
@@ -84,10 +89,16 @@ def _add(group: Any, option: LaunchOption) -> None:
         text |= {"action": RecordValue, "type": _reader(option)}
     if declared.shape == "repeat":
         text |= {"action": _RecordList, "type": str}
-    names = dict.fromkeys(name for flag in shown for name in (spellings(flag) if flag.startswith("--") else [flag]))
+    flags = [*shown, *(f"--{name}" for name in declared.also)]
+    names = dict.fromkeys(name for flag in flags for name in (spellings(flag) if flag.startswith("--") else [flag]))
     action = group.add_argument(*names, **text)
     # Both spellings are taken by now; help and messages show one.
     action.option_strings = shown
+
+
+def _help(option: LaunchOption) -> str:
+    also = ", ".join(f"--{name}" for name in option.knob.also)
+    return (option.knob.help + (f" (torchrun: {also})" if also else "")).replace("%", "%%")
 
 
 def _reader(option: LaunchOption) -> Callable[[str], Any]:

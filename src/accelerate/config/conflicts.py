@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.config.run_config import RunConfig
+from accelerate.config.run_config import Resolved, RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
@@ -61,6 +61,30 @@ def _counts(config: RunConfig, environ: Mapping[str, str]) -> None:
     if not _cluster_names_hosts(config, environ):
         check_even_share(config)
     _check_machine_rank(config)
+
+
+def _range(config: RunConfig, environ: Mapping[str, str]) -> None:
+    least, most = config["min_machines"], config["num_machines"]
+    if least is None:
+        return
+    if not 0 < least <= most:
+        raise ConfigurationError(
+            f"{_with_origin(config, 'min_machines')} is no number up to {_with_origin(config, 'num_machines')}. "
+            f"Write --min_machines with a number from 1 to {most}."
+        )
+    if least < most and config["rdzv_backend"] == "static":
+        raise ConfigurationError(
+            f"{_with_origin(config, 'min_machines')} lets machines come and go, and "
+            f"{_with_origin(config, 'rdzv_backend')} waits for all {most}. Add --rdzv_backend c10d."
+        )
+
+
+def _binding(config: RunConfig, environ: Mapping[str, str]) -> None:
+    if config["numa_binding"] and (config["cpu"] or not config.machine.has_accelerator):
+        raise ConfigurationError(
+            f"{_with_origin(config, 'numa_binding')} binds processes to the cores near their GPUs, and this run has none. "
+            "Leave it out."
+        )
 
 
 def _check_machine_rank(config: RunConfig) -> None:
@@ -195,13 +219,26 @@ def _loading(config: RunConfig, environ: Mapping[str, str]) -> None:
 _RULES: tuple[Rule, ...] = (
     _one_paradigm,
     _counts,
+    _range,
     _address,
     _port,
     _several_devices,
     _hardware,
     _axes,
     _loading,
+    _binding,
 )
+
+
+# --- two names for one thing ------------------------------------------------------------------------------------------
+
+
+def flags_differ(name: str, one: Resolved, other: Resolved) -> ConfigurationError:
+    """Return the error for an option that two flags give different values."""
+    return ConfigurationError(
+        f"{name}={one.value!r} ({one.origin}) and {name}={other.value!r} ({other.origin}) say the same thing in two ways, with "
+        "different values. Leave one of them out."
+    )
 
 
 # --- every launch -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -140,6 +141,17 @@ def word_of(*words: str, written_upper: bool = False, aliases: Mapping[str, str]
     return Codec(parse, str.upper if written_upper else str, "one of " + ", ".join(words), adopt)
 
 
+def matching(pattern: str, meaning: str) -> Codec[str]:
+    """Make the codec of a text that is written in a certain way."""
+
+    def parse(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"{text!r} does not match {pattern}")
+        return text
+
+    return Codec(parse, str, meaning, _adopt_scalar(int))
+
+
 def or_auto(codec: Codec[Any]) -> Codec[Any]:
     """Make a codec that also takes the word `auto`, which an engine replaces by a value of its own."""
     return Codec(
@@ -222,6 +234,7 @@ class Knob:
         shape: What follows the flag on the command line: one value; nothing (a switch); one value each time it is
             repeated; "place" and "rest" are arguments without a flag; "none" has no place on the command line.
         short: The flag of one letter, with its dash.
+        also: Other names of the flag: those that torchrun has for it.
         negative: The name of the switch that turns a switch off.
         yaml: The key in files where it differs from the field's; "" where files cannot hold the option.
         old_keys: Keys of older files that mean the same.
@@ -241,6 +254,7 @@ class Knob:
     choices: tuple[Any, ...] = ()
     shape: Shape = "value"
     short: str | None = None
+    also: tuple[str, ...] = ()
     negative: str | None = None
     yaml: str | None = None
     old_keys: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
-from accelerate.config.conflicts import check, engine_on_cpu
+from accelerate.config.conflicts import check, engine_on_cpu, flags_differ
 from accelerate.config.files import current_default_file
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
 from accelerate.config.sections.registry import LaunchOption, options
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PARADIGMS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 _OTHER_HARDWARE = ("multi_gpu", "tpu")
+_TORCHRUN = ("nnodes", "nproc_per_node", "rdzv_endpoint", "standalone")
 
 
 def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[str, str] | None = None) -> RunConfig:
@@ -51,12 +52,18 @@ def merge(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[s
     """
     variables = dict(environ)
     flags = _flags(namespace)
+    names = _names(namespace)
     file = _find_file(flags)
-    values = {name: _merge(option, flags, file, variables) for name, option in options().items()}
+    values = {name: _merge(option, flags, names, file, variables) for name, option in options().items()}
     notes = [f"{file.path}: {note}" for note in file.notes] if file is not None else []
     if file is not None:
         notes += _apply_paradigm(values, file, flags)
     notes += [_idle_note(options()[name], values) for name in flags if _is_idle(options()[name], values)]
+    if not flags.keys().isdisjoint(_TORCHRUN):
+        # Most launches do not load what reads torchrun's words.
+        from accelerate.config.torchrun import translate
+
+        notes += translate(values, machine)
     _fill(values, machine)
     return RunConfig(values, machine=machine, file=file, notes=tuple(notes))
 
@@ -70,6 +77,27 @@ def _flags(namespace: argparse.Namespace) -> dict[str, Any]:
         for name, value in given.items()
         if (name in noted and value != []) or (value not in (None, []) and value != options()[name].default)
     }
+
+
+def _names(namespace: argparse.Namespace) -> dict[str, str]:
+    """Return the name under which each option with several of them was given.
+
+    Raises:
+        ConfigurationError: It was given under two names, with two values.
+    """
+    written: Mapping[str, Mapping[str, Any]] = getattr(namespace, "written", {})
+    names = {}
+    for option in options().values():
+        given = written.get(option.name, {}) if option.knob.also else {}
+        if given:
+            (first, *others) = (
+                Resolved(value, Origin(OptionSource.FLAG, f"--{name}")) for name, value in given.items()
+            )
+            for other in others:
+                if other.value != first.value:
+                    raise flags_differ(option.name, first, other)
+            names[option.name] = list(given)[-1]
+    return names
 
 
 def _find_file(flags: Mapping[str, Any]) -> ConfigFile | None:
@@ -86,10 +114,15 @@ def _find_file(flags: Mapping[str, Any]) -> ConfigFile | None:
 
 
 def _merge(
-    option: LaunchOption, flags: Mapping[str, Any], file: ConfigFile | None, environ: Mapping[str, str]
+    option: LaunchOption,
+    flags: Mapping[str, Any],
+    names: Mapping[str, str],
+    file: ConfigFile | None,
+    environ: Mapping[str, str],
 ) -> Resolved:
     if option.name in flags:
-        return Resolved(_checked(option, flags[option.name]), Origin(OptionSource.FLAG, option.flag or option.name))
+        flag = f"--{names[option.name]}" if option.name in names else option.flag or option.name
+        return Resolved(_checked(option, flags[option.name]), Origin(OptionSource.FLAG, flag))
     if file is not None and option.name in file.values:
         entry = file.values[option.name]
         return Resolved(entry.value, Origin(OptionSource.FILE, f"{file.path}: {entry.key}"))

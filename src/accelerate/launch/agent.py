@@ -10,17 +10,22 @@ import inspect
 import logging
 import signal
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.handlers import get_logging_handler
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -34,12 +39,14 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate._base.constants import PREEMPTED_EXIT_CODE
+from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
 from accelerate.launch.failure import Failure, OutOfMemoryKills, exit_code_of, first_failure, read_record, report
 from accelerate.launch.plan import ElasticOptions
 from accelerate.launch.processes import GracefulWorkers, Shutdown
 
 _LOGGERS = "torch.distributed.elastic"
+_LOGS_SPECS = "torchrun.logs_specs"
 _SECONDS_TO_CHECK_OUT = 0.5
 _SECONDS_WITHOUT_PEERS = 5
 
@@ -54,6 +61,12 @@ class Agent(LocalElasticAgent):
     def __init__(self, *args: Any, graceful_workers: GracefulWorkers | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._graceful_workers = graceful_workers
+
+    @property
+    def world_size(self) -> int | None:
+        """How many workers the last attempt had on all machines; None before the machines met."""
+        workers = self._worker_group.workers
+        return workers[0].world_size if workers and workers[0].world_size > 0 else None
 
     def give_up_restarts(self) -> None:
         """Take the next failure of a worker as the end of the run."""
@@ -125,7 +138,8 @@ def run_command(
     def stopped(number: signal.Signals) -> BaseException:
         return SignalException(f"the launcher got {number.name}", sigval=number)
 
-    shutdown = Shutdown(options.seconds_to_end, workers, give_up_restarts)
+    shutdown = Shutdown(options.seconds_to_end, workers, give_up_restarts, ending=options.signals)
+    options = _with_place_and_name(options)
     memory = OutOfMemoryKills.now()
     try:
         with shutdown.handlers(stopped):
@@ -141,17 +155,33 @@ def run_command(
     if shutdown.exit_code is not None:
         return shutdown.exit_code
     sys.stdout.flush()
-    sys.stderr.write(report(failures, options.nproc_per_node * options.num_nodes, memory, quiet=quiet))
+    world_size = agents[0].world_size or options.nproc_per_node * options.num_nodes
+    sys.stderr.write(report(failures, world_size, memory, quiet=quiet))
     return exit_code_of(first_failure(failures))
 
 
+def _with_place_and_name(options: ElasticOptions) -> ElasticOptions:
+    """Give the run a name of its own where it meets at a free port, and files that were asked for a folder that stays."""
+    if options.run_id == ElasticOptions.run_id and options.rdzv_endpoint.endswith(":0"):
+        options = dataclasses.replace(options, run_id=str(uuid.uuid4()))
+    filters = (*options.duplicate_stdout_filters, *options.duplicate_stderr_filters)
+    if (options.redirects != ElasticOptions.redirects or filters) and not options.log_dir:
+        options = dataclasses.replace(options, log_dir=tempfile.mkdtemp(prefix="accelerate-logs-"))
+        sys.stderr.write(f"accelerate launch: the output of the workers goes to {options.log_dir} (--log_dir)\n")
+    return options
+
+
 def launch_config(options: ElasticOptions, folder: str, **more: Any) -> LaunchConfig:
-    """Return the configuration of torch's agent; `more` are fields of it that the options do not have."""
+    """Return the configuration of torch's agent; `more` are fields of it that the options do not have.
+
+    Raises:
+        ConfigurationError: An option names something that torch does not have.
+    """
     configs: dict[str, Any] = dict(options.rdzv_configs)
     if "rank" in configs:
         configs["rank"] = int(configs["rank"])
     values: dict[str, Any] = {
-        "min_nodes": options.num_nodes,
+        "min_nodes": options.min_nodes or options.num_nodes,
         "max_nodes": options.num_nodes,
         "nproc_per_node": options.nproc_per_node,
         "run_id": options.run_id,
@@ -162,13 +192,67 @@ def launch_config(options: ElasticOptions, folder: str, **more: Any) -> LaunchCo
         "max_restarts": options.max_restarts,
         "monitor_interval": options.monitor_interval,
         "local_addr": options.local_addr,
-        "logs_specs": DefaultLogsSpecs(log_dir=options.log_dir or folder, tee=Std.from_str(options.tee)),
+        "logs_specs": _logs_specs(options, folder),
+        "log_line_prefix_template": env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        "event_log_handler": _event_handler(options.event_log_handler),
         # The handlers of this package stay in place of the agent's. This and the timeout came after torch 2.9.
         "signals_to_handle": "",
         "shutdown_timeout": int(options.seconds_to_end),
         **more,
     }
-    return LaunchConfig(**_known(values, {field.name for field in dataclasses.fields(LaunchConfig)}))
+    fields = {field.name for field in dataclasses.fields(LaunchConfig)}
+    newer = _newer_fields(options)
+    for name in newer.keys() - fields:
+        raise ConfigurationError(
+            f"{name} was asked for, and torch {torch.__version__} does not have it. Install a newer one, or leave it out."
+        )
+    return LaunchConfig(**_known(values, fields), **newer)
+
+
+def _newer_fields(options: ElasticOptions) -> dict[str, Any]:
+    """Return what was asked for that not every release of torch since 2.9 has."""
+    asked: dict[str, Any] = {}
+    for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if getattr(options, name):
+            asked[name] = list(getattr(options, name))
+    if options.virtual_local_rank:
+        asked["virtual_local_rank"] = True
+    if options.numa_binding:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        asked["numa_options"] = NumaOptions(affinity_mode=AffinityMode(options.numa_binding))
+    return asked
+
+
+def _logs_specs(options: ElasticOptions, folder: str) -> LogsSpecs:
+    specs: type[LogsSpecs] = DefaultLogsSpecs
+    if options.logs_specs is not None:
+        from importlib.metadata import entry_points
+
+        known = entry_points(group=_LOGS_SPECS)
+        if options.logs_specs not in known.names:
+            raise ConfigurationError(
+                f"--logs_specs={options.logs_specs!r} is no entry point of the group {_LOGS_SPECS!r}, which has "
+                f"{sorted(known.names)}. Install the package that has it, or leave the option out."
+            )
+        specs = known[options.logs_specs].load()
+    return specs(
+        log_dir=options.log_dir or folder,
+        redirects=Std.from_str(options.redirects),
+        tee=Std.from_str(options.tee),
+        local_ranks_filter=set(options.local_ranks_filter) or None,
+    )
+
+
+def _event_handler(name: str) -> str:
+    try:
+        get_logging_handler(name)
+    except KeyError as error:
+        raise ConfigurationError(
+            f"--event_log_handler={name!r} is not registered with torch.distributed.elastic.events. Write `console` or "
+            "`null`, or the name of one that is."
+        ) from error
+    return name
 
 
 def run_agent(
@@ -201,6 +285,7 @@ def run_agent(
     try:
         initialize_metrics(MetricsConfig(config.metrics_cfg))
         result = agent.run()
+        events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result is None:
             return {}
         if result.is_failed():
@@ -210,6 +295,7 @@ def run_agent(
         return results
     except SignalException:
         closes = False  # a rendezvous that was closed stays so for all machines
+        events.record(agent.get_event_failed(), config.event_log_handler)
         agent.check_out()
         raise
     finally:

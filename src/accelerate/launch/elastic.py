@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from accelerate._base.helpers import Choice
 from accelerate.config import conflicts
+from accelerate.config.sections.registry import options
 from accelerate.launch.host import DEFAULT_PORT, Host, Rendezvous, given_port, local_rendezvous, rank_config
 from accelerate.launch.plan import (
     ElasticOptions,
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 
 # These share work between ranks and set up a process group for any number of them.
 _GROUP_OPTIONS = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm")
+# These are about the agent's work, or from a command line of torchrun, whose scripts look for their rank in any case.
+_AGENT_OPTIONS = (
+    *("max_restarts", "log_dir", "tee", "redirects", "local_ranks_filter", "logs_specs", "event_log_handler"),
+    *("duplicate_stdout_filters", "duplicate_stderr_filters", "numa_binding"),
+    *("nproc_per_node", "nnodes", "standalone"),
+)
+# These go to the agent as they are.
+_HANDED_ON = (
+    *("role", "max_restarts", "monitor_interval", "log_dir", "tee", "redirects", "logs_specs", "event_log_handler"),
+    *("numa_binding", "virtual_local_rank"),
+)
+# Where the machines themselves keep the place at which they meet; others have a server for it.
+_OWN_STORES = ("static", "c10d")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -42,8 +56,8 @@ def _needs_agent(config: RunConfig, host: Host) -> Choice[bool]:
         return Choice(True, f"num_machines={machines}")
     if processes > 1:
         return Choice(True, f"num_processes={processes}")
-    for option, idle in (("max_restarts", 0), ("log_dir", None), ("tee", "0")):
-        if config[option] not in {idle, None}:
+    for option in _AGENT_OPTIONS:
+        if config[option] and config[option] != options()[option].default:
             return Choice(True, f"{option}={config[option]!r} needs an agent beside the process")
     return Choice(False, "one process on one machine")
 
@@ -51,11 +65,14 @@ def _needs_agent(config: RunConfig, host: Host) -> Choice[bool]:
 def _plan_agent(config: RunConfig, host: Host) -> LaunchPlan:
     machines, rank = int(config["num_machines"] or 1), int(config["machine_rank"] or 0)
     local = processes_per_machine(config)
-    if machines == 1:
+    backend = str(config["rdzv_backend"] or "static")
+    if machines == 1 and (backend in _OWN_STORES or not config["main_process_ip"]):
         return agent_plan(config, host, local, local_rendezvous(config, host))
     conflicts.check_machines(config)
     port = given_port(config) or DEFAULT_PORT
-    if rank == 0 and host.port_in_use(port):
+    # Without a rank, machines under c10d settle among themselves who is the first.
+    first = rank == 0 and backend in _OWN_STORES and (backend == "static" or config.is_given("machine_rank"))
+    if first and host.port_in_use(port):
         raise conflicts.port_in_use(config, port)
     rendezvous = Rendezvous(str(config["main_process_ip"]), port)
     return agent_plan(config, host, local, rendezvous, machines=machines, machine_rank=rank)
@@ -81,7 +98,7 @@ def agent_plan(
     """
     backend = str(config["rdzv_backend"] or "static")
     # By name a machine may find its own loopback address; the others need the one they can reach.
-    local_addr = host.address_towards(rendezvous.address) if machines > 1 else "127.0.0.1"
+    local_addr = config["local_addr"] or (host.address_towards(rendezvous.address) if machines > 1 else "127.0.0.1")
     if rendezvous.port is None:
         # The agent binds the port itself, so that nobody can take it between the choice and the use.
         backend, endpoint = ("c10d" if backend == "static" else backend), "localhost:0"
@@ -92,26 +109,28 @@ def agent_plan(
     pairs = (pair.split("=", 1) for pair in str(config["rdzv_conf"] or "").split(",") if pair.strip())
     configs = {key.strip(): value.strip() for key, value in pairs}
     known = config.is_given("machine_rank") or machine_rank > 0
-    options = ElasticOptions(
+    agent = ElasticOptions(
         nproc_per_node=local,
         num_nodes=machines,
+        min_nodes=config["min_machines"],
         rdzv_backend=backend,
         rdzv_endpoint=endpoint,
         rdzv_configs=configs | rank_config(backend, machine_rank, machines, known=known),
-        role=str(config["role"] or "default"),
-        max_restarts=int(config["max_restarts"] or 0),
-        monitor_interval=float(config["monitor_interval"] or 0.1),
-        log_dir=config["log_dir"],
-        tee=str(config["tee"] or "0"),
+        run_id=str(config["rdzv_id"] or "none"),
+        local_ranks_filter=tuple(int(rank) for rank in str(config["local_ranks_filter"] or "").split(",") if rank),
+        duplicate_stdout_filters=tuple(config["duplicate_stdout_filters"] or ()),
+        duplicate_stderr_filters=tuple(config["duplicate_stderr_filters"] or ()),
         local_addr=local_addr,
         seconds_to_end=seconds_to_end(config, host),
+        signals=tuple(config["signals_to_handle"].split(",")) if config.is_given("signals_to_handle") else None,
+        **{name: config[name] for name in _HANDED_ON if config[name] is not None},
     )
     environment = worker_environment(config, host, local)
     if machines > 1 and local_addr is not None and _INTERFACE not in host.environment:
         # gloo announces the address that the host name leads to, which is often the loopback one.
         interface = host.interface_of(local_addr)
         environment |= {_INTERFACE: interface} if interface else {}
-    return LaunchPlan("elastic", recorded_command(config, host), environment, rendezvous.notes, options)
+    return LaunchPlan("elastic", recorded_command(config, host), environment, rendezvous.notes, agent)
 
 
 ONE_PROCESS = Launcher("one process", lambda config, host: Choice(True, "one process on one machine"), _plan_one)

@@ -29,10 +29,17 @@ _SET_BY_LAUNCHER = frozenset({"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """The arguments of torch's elastic agent on this machine."""
+    """The arguments of torch's elastic agent on this machine.
+
+    Args:
+        num_nodes: The most machines that take part.
+        min_nodes: The fewest with which the run begins and goes on; None waits for all.
+        signals: Those to the launcher that end the run; None for all that end a program.
+    """
 
     nproc_per_node: int
     num_nodes: int = 1
+    min_nodes: int | None = None
     rdzv_backend: str = "c10d"
     rdzv_endpoint: str = "localhost:0"
     rdzv_configs: Mapping[str, str] = field(default_factory=dict)
@@ -42,8 +49,17 @@ class ElasticOptions:
     monitor_interval: float = 0.1
     log_dir: str | None = None
     tee: str = "0"
+    redirects: str = "0"
+    local_ranks_filter: tuple[int, ...] = ()
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    logs_specs: str | None = None
+    event_log_handler: str = "null"
+    numa_binding: str | None = None
+    virtual_local_rank: bool = False
     local_addr: str | None = None
     seconds_to_end: float = SECONDS_TO_END
+    signals: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

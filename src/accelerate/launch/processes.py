@@ -23,7 +23,6 @@ from accelerate.launch.plan import LaunchPlan
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 # Asks a run to save and end while there is time; it ends no launcher by itself.
 _NOTICE = getattr(signal, "SIGUSR1", None)
-_HANDLED = (*_ENDING, *([_NOTICE] if _NOTICE is not None else []))
 # A worker that waits inside a collective never sees Ctrl-C; after this time it is told in a way it cannot miss.
 _SECONDS_AFTER_INTERRUPT = 5.0
 _SECONDS_AFTER_TERMINATE = 3.0
@@ -122,6 +121,7 @@ class Shutdown:
         seconds_to_end: How long workers may take.
         workers: The graceful workers, None where the command below is not ours.
         requested: Is called when they are asked to save and end.
+        ending: The names of the signals that end the run; None for all that end a program.
     """
 
     def __init__(
@@ -129,11 +129,15 @@ class Shutdown:
         seconds_to_end: float,
         workers: GracefulWorkers | None = None,
         requested: Callable[[], None] = lambda: None,
+        *,
+        ending: Iterable[str] | None = None,
     ) -> None:
         self.seconds_to_end = seconds_to_end
         self.signal: signal.Signals | None = None
         self._workers = workers
         self._requested = requested
+        ends = _ENDING if ending is None else tuple(signal.Signals[name] for name in ending)
+        self._handled = tuple(dict.fromkeys((*ends, *([_NOTICE] if _NOTICE is not None else []))))
         self._ended = threading.Event()
 
     @property
@@ -157,7 +161,7 @@ class Shutdown:
                 raise raised(signal.Signals(number))
 
         # What is ignored stays so: `nohup` asks to live on, and a shell keeps Ctrl-C from what it runs in the background.
-        heard = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
+        heard = [number for number in self._handled if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handler) for number in heard}
         try:
             yield

@@ -88,6 +88,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     assert options is not None
     args.nproc_per_node, args.nnodes = str(options.nproc_per_node), str(options.num_nodes)
     args.rdzv_backend, args.rdzv_endpoint = options.rdzv_backend, options.rdzv_endpoint
+    args.node_rank = int(options.rdzv_configs.get("rank", 0))
     args.rdzv_conf = ",".join(f"{key}={value}" for key, value in options.rdzv_configs.items())
     args.max_restarts, args.monitor_interval = options.max_restarts, options.monitor_interval
     return {**env.items(), **plan.environment}

@@ -17,6 +17,7 @@ from accelerate.config.knob import (
     Reader,
     knob,
 )
+from accelerate.config.sections.torchrun import STREAMS
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -190,18 +191,29 @@ class DistributedOptions(LaunchSection):
         reader="resolver",
         idle=": machines always meet at --main_process_ip and --main_process_port.",
     )
-    machine_rank: int | None = knob(help="Number of this machine, from 0.", fallback=0, ask=Ask(only_if=_needs_address))
+    machine_rank: int | None = knob(
+        help="Number of this machine, from 0.", also=("node_rank",), fallback=0, ask=Ask(only_if=_needs_address)
+    )
+    min_machines: int | None = knob(
+        help="Begin and go on with as few machines as this; the others may come later or leave. Needs --rdzv_backend c10d.",
+        yaml="",
+    )
     main_process_ip: str | None = knob(
-        help="Address of the first machine.", env="MASTER_ADDR", ask=Ask(only_if=_needs_address)
+        help="Address of the first machine.",
+        also=("master_addr",),
+        env="MASTER_ADDR",
+        ask=Ask(only_if=_needs_address),
     )
     main_process_port: int | None = knob(
         help="Port of the first machine; 0 takes a free one.",
+        also=("master_port",),
         env="MASTER_PORT",
         ask=Ask(default=29500, only_if=_needs_address),
     )
     tee: str = knob(
         "0",
         help="Streams that go to the terminal and to the log files: 1 is output, 2 is errors, 3 is both.",
+        codec=STREAMS,
         short="-t",
         yaml="",
     )
@@ -225,6 +237,7 @@ class DistributedOptions(LaunchSection):
     preemption_grace: float = knob(
         30.0,
         help="Seconds that workers which read `accelerator.should_stop` have to save and end after SIGTERM.",
+        also=("shutdown_timeout",),
         yaml="",
     )
     monitor_interval: float = knob(0.1, help="Seconds between two looks at the workers.", yaml="")

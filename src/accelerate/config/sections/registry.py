@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from accelerate.config.knob import Knob, LaunchSection, declared_fields, knobs
-from accelerate.config.sections import compute, engines, launch
+from accelerate.config.sections import compute, engines, launch, torchrun
 
 SECTIONS: tuple[type[LaunchSection], ...] = (
     launch.RunOptions,
@@ -16,6 +16,7 @@ SECTIONS: tuple[type[LaunchSection], ...] = (
     compute.DynamoOptions,
     launch.ParadigmOptions,
     launch.DistributedOptions,
+    torchrun.TorchrunOptions,
     launch.TpuOptions,
     engines.DeepSpeedOptions,
     engines.FsdpOptions,
