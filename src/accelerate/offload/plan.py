@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,16 +39,25 @@ from accelerate.offload.tensors import (
     parts_of,
 )
 
+logger = logging.getLogger(__name__)
+
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass
 class Plan:
-    """The place of each module with the reason for it, and what the plan leaves free."""
+    """The place of each module with the reason for it, and what the plan leaves free.
+
+    Args:
+        kept: What devices that run offloaded modules keep free for the largest of them.
+        missing: The limit that a device without modules would have needed for the first one.
+    """
 
     choices: dict[str, Choice[int | str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     used: dict[int | str, int] = field(default_factory=dict)
+    kept: dict[int | str, int] = field(default_factory=dict)
+    missing: dict[int | str, int] = field(default_factory=dict)
 
     @property
     def device_map(self) -> dict[str, Place]:
@@ -125,13 +135,19 @@ def infer_auto_device_map(
         way = "go there too, by offload_buffers" if offload_buffers else "stay on the device that runs it"
         plan.notes += [f"{name}: {size} bytes of buffers {way}" for name, size in buffers.items()]
         needed = sum(buffers.values())
-        full = all(needed > limits[device] - plan.used[device] for device in accelerators)
+        free = {device: limits[device] - plan.used[device] - plan.kept.get(device, 0) for device in accelerators}
+        full = all(needed > free[device] for device in accelerators)
         if needed and full and not offload_buffers:
             warnings.warn(
                 f"The buffers of offloaded modules take {needed} bytes, more than any accelerator has left. "
                 "Pass offload_buffers=True to offload them with their modules.",
                 stacklevel=2,
             )
+    if plan.missing:
+        needs = ", ".join(
+            f"{device} (at least {size} bytes for the next module)" for device, size in plan.missing.items()
+        )
+        logger.info("No module was placed on these devices, because of insufficient memory: %s.", needs)
     if verbose:
         print("\n".join(map(with_units, plan.notes)))  # noqa: T201 - the user asked to see it
     check_tied_parameters_on_same_device(tied, plan.device_map)
@@ -202,15 +218,16 @@ class Planner:
             return True
         if size <= room:
             if not self._split_one_of(tied):
-                self._next_device(name, f"{total} bytes with {', '.join(tied)}, tied to it, do not fit in {room}")
+                together = f"{total} bytes with {', '.join(tied)}, tied to it,"
+                self._next_device(name, total, f"{together} do not fit in {room}")
             return False
         if is_splittable(module, self.no_split):
             self._open(name, module, f"{size} bytes do not fit in {room} on {device}")
             return False
         if not isinstance(module, torch.Tensor) and has_children(module):
             self.plan.notes.append(f"{name}: stays whole, {type(module).__name__} is one of no_split_module_classes")
-        if not self._fill_with_another(name, module, room):
-            self._next_device(name, f"{size} bytes do not fit in {room}")
+        if not self._fill_with_another(name, module, size):
+            self._next_device(name, total, f"{size} bytes do not fit in {room}")
         return False
 
     def _reserved(self, name: str) -> int:
@@ -226,10 +243,12 @@ class Planner:
         if before_its_turn:
             self.remaining.remove(name)
 
-    def _next_device(self, name: str, reason: str) -> None:
+    def _next_device(self, name: str, size: int, reason: str) -> None:
         device = self.devices[self.current]
         self.plan.notes.append(f"{name}: not on {device}, {reason}")
-        reserved = self._reserved(name)
+        reserved = self.plan.kept[device] = self._reserved(name)
+        if not self.plan.used[device]:
+            self.plan.missing[device] = size + reserved
         if reserved:
             self.plan.notes.append(
                 f"{device}: {reserved} bytes are kept for the largest layer that comes later, which may visit it"
@@ -251,11 +270,14 @@ class Planner:
                 return True
         return False
 
-    def _fill_with_another(self, name: str, module: nn.Module | torch.Tensor, room: int) -> bool:
+    def _fill_with_another(self, name: str, module: nn.Module | torch.Tensor, size: int) -> bool:
         """Put a later module on a device that would stay empty, if the caller asked for it."""
         device = self.devices[self.current]
-        if not self.fallback or self.plan.used[device]:
+        limit = self.limits[device]
+        if not self.fallback or limit is None or self.plan.used[device]:
             return False
+        # The module that does not fit, or a larger one behind it, may have to visit the device.
+        visitor = max(size, self.remaining.largest_after(name)) if device in self.reserving else 0
         in_order: list[TreeNode] = []
         pending = list(self.queue)
         while pending:
@@ -265,7 +287,7 @@ class Planner:
             elif later in self.waiting:
                 in_order.append((later, part))
         chosen, found, rest = fallback_allocate(
-            [(name, module), *in_order], self.sizes, room, self.no_split, self.tied_parameters
+            [(name, module), *in_order], self.sizes, max(limit - visitor, 0), self.no_split, self.tied_parameters
         )
         if chosen is None or found is None:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,7 @@ def linear(count: int) -> nn.Module:
 def test_devices_are_filled_in_order_with_room_for_the_largest_layer(
     memory: dict[int | str, int], expected: dict[str, int | str]
 ) -> None:
-    assert infer_auto_device_map(Net(), memory, clean_result=False) == expected
+    assert infer_auto_device_map(Net(), memory, clean_result=False, offload_buffers=True) == expected
 
 
 def test_every_choice_has_a_reason_and_verbose_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,9 +115,10 @@ def test_direct_tensors_of_a_split_container_get_a_place() -> None:
 
 def test_dtypes_make_a_model_smaller() -> None:
     model = Net()
-    assert infer_auto_device_map(model, {0: 130}) == {"": "disk"}
+    assert infer_auto_device_map(model, {0: 130}, offload_buffers=True) == {"": "disk"}
     assert infer_auto_device_map(model, {0: 130}, dtype=torch.float16) == {"": 0}
-    heavy = infer_auto_device_map(model, {0: 130}, dtype="float16", special_dtypes={"linear2.weight": torch.float32})
+    special = {"linear2.weight": torch.float32}
+    heavy = infer_auto_device_map(model, {0: 130}, None, "float16", special, offload_buffers=True)
     assert set(heavy.values()) == {0, "disk"}
 
 
@@ -171,10 +173,53 @@ def test_fallback_fills_a_device_that_would_stay_empty() -> None:
     assert infer_auto_device_map(model, limits, fallback_allocation=True) == {"1": 1, "0": "cpu", "2": "cpu"}
 
 
-def test_buffers_of_offloaded_modules_are_warned_about() -> None:
-    with pytest.warns(UserWarning, match="40 bytes"):
-        infer_auto_device_map(Net(), {0: 30, "cpu": 1000})
-    infer_auto_device_map(Net(), {0: 30, "cpu": 1000}, offload_buffers=True)
+@pytest.mark.parametrize(
+    ("limit", "on_first"), [(160, []), (410, []), (439, []), (440, ["1"]), (460, ["1"]), (500, ["0"])]
+)
+def test_fallback_leaves_room_for_the_module_that_does_not_fit(limit: int, on_first: list[str]) -> None:
+    # It runs on the first device all the same, and brings its weights there.
+    model = nn.Sequential(linear(400), linear(40), linear(100))
+    device_map = infer_auto_device_map(model, {0: limit, "cpu": 10_000}, fallback_allocation=True, clean_result=False)
+    assert [name for name, place in device_map.items() if place == 0] == on_first
+
+
+@pytest.mark.parametrize(
+    ("limit", "buffers", "on_accelerator", "warns"),
+    [  # as the release that this one follows decides
+        (600, 40, [], False),  # beside the largest layer of 480 bytes, 120 are free for 80 of buffers
+        (600, 240, [], True),
+        (990, 40, ["a"], True),
+        (1000, 40, ["a"], False),
+        (1100, 240, [], True),
+        (1300, 240, ["a"], True),
+        (1500, 40, ["a", "b", "c"], False),
+    ],
+)
+def test_buffers_of_offloaded_modules_are_warned_about(
+    limit: int, buffers: int, on_accelerator: list[str], warns: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = nn.ModuleDict({name: nn.Linear(10, 10) for name in "abc"})
+    for name in "bc":
+        model[name].register_buffer("table", torch.zeros(buffers // 4))
+    device_map = infer_auto_device_map(model, {0: limit, "cpu": 10**6}, clean_result=False)
+    assert [name for name, place in device_map.items() if place == 0] == on_accelerator
+    assert [f"{2 * buffers} bytes" in str(warning.message) for warning in recwarn] == [True] * warns
+    infer_auto_device_map(model, {0: limit, "cpu": 10**6}, offload_buffers=True)
+    assert len(recwarn) == warns
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_log_says_what_empty_devices_would_have_needed(fallback: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(linear(40_400), linear(440), linear(440))
+    with caplog.at_level("INFO", logger="accelerate"):
+        infer_auto_device_map(model, {0: 100, 1: 100, "cpu": 10**6}, fallback_allocation=fallback)
+        (record,) = [record for record in caplog.records if record.levelname == "INFO"]
+        assert "insufficient memory" in record.getMessage()
+        # The first runs what is offloaded, so it keeps room for the largest layer that comes later.
+        assert re.findall(r"(\w+) \(at least (\d+) bytes", record.getMessage()) == [("0", "40840"), ("1", "40400")]
+        caplog.clear()
+        infer_auto_device_map(model, {0: 40_840, 1: 440, "cpu": 10**6}, fallback_allocation=fallback)
+        assert "insufficient" not in caplog.text
 
 
 @st.composite
