@@ -15,7 +15,7 @@ from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
 from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_samplers, own_streams
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
-from accelerate.data_loader.order import EpochSeed
+from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
 from accelerate.data_loader.progress import DataSource, EpochProgress, Position, ResumePoint
 from accelerate.data_loader.samplers import get_sampler, set_sampler
@@ -148,6 +148,8 @@ class DataLoaderAdapter:
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
         self._misstates_length = False
+        # The number that samplers were told last; they begin with 0.
+        self._told_epoch = 0
         # The generators of loader and samplers, looked up at each pass, because users exchange them.
         self._generators: dict[str, RandomStream] | None = None
 
@@ -262,6 +264,19 @@ class DataLoaderAdapter:
         for part in (*samplers, getattr(self.base_dataloader, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.iteration)
+        self._told_epoch = self.iteration
+
+    def _chosen_epoch(self) -> int:
+        """Return the number of the next epoch: the next, unless the user has told a sampler of theirs another one."""
+        for part in nested_samplers(self.base_dataloader):
+            epoch = getattr(part, "epoch", None) if hasattr(part, "set_epoch") else None
+            if (
+                isinstance(epoch, int)
+                and epoch != self._told_epoch
+                and not isinstance(part, (DataSource, SeedableRandomSampler))
+            ):
+                return epoch
+        return self.iteration
 
     @property
     def _goes_on(self) -> bool:
@@ -277,6 +292,8 @@ class DataLoaderAdapter:
         elif self._reshuffles_after_break and last is not None and not last.is_finished:
             # As a plain loader does, shuffle anew although the last pass was left early.
             self.iteration += 1
+        else:
+            self.iteration = self._chosen_epoch()
         self._resume = self._continued_by = None
         self._generators = own_streams(self.base_dataloader)
         if self.skipped_from is not None:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from accelerate.data_loader import (
     BatchSamplerShard,
@@ -345,3 +353,17 @@ def test_a_stateful_loader_resumes_on_another_number_of_processes() -> None:
         resumed.load_state_dict(stopped.state_dict())
         seen += [int(entry) for batch in resumed for entry in batch]
     assert sorted(seen) == list(range(4, 12))
+
+
+@pytest.mark.parametrize("epochs", [(0, 1, 2), (5, 6, 7), (3, 9, 0)], ids=str)
+def test_the_epoch_that_the_user_tells_a_sampler_counts(epochs: tuple[int, ...]) -> None:
+    orders = []
+    for prepare in (lambda loader: loader, prepare_data_loader):
+        sampler = DistributedSampler(range(20), num_replicas=1, rank=0)
+        loader = prepare(DataLoader(range(20), batch_size=4, sampler=sampler))
+        orders.append([])
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            orders[-1].append([int(index) for batch in loader for index in batch])
+    assert orders[0] == orders[1]
+    assert loader.iteration == epochs[-1] + 1
