@@ -47,10 +47,30 @@ class FolderRecorder(Recorder):
 
 
 class Breaking(Recorder):
+    """A tracker that fails to do some things."""
+
     name = "breaking"
 
+    def __init__(self, *breaks: str) -> None:
+        super().__init__()
+        self.breaks = breaks or ("finish",)
+
+    def start(self) -> None:
+        self.try_to("start")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.try_to("settings")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.try_to("log")
+
     def finish(self) -> None:
-        raise OSError("the disk is full")
+        self.try_to("finish")
+
+    def try_to(self, action: str) -> None:
+        self.calls.append(action)
+        if action in self.breaks:
+            raise OSError("the disk is full")
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +163,47 @@ def test_all_trackers_are_closed_when_one_fails() -> None:
     with pytest.raises(OSError, match="the disk is full"):
         accelerator.end_training()
     assert last.calls[-1] == "finish"
+
+
+def test_a_tracker_that_fails_to_log_stops_neither_training_nor_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    broken, whole = Breaking("settings", "log"), Recorder()
+    accelerator = Accelerator(cpu=True, log_with=[broken, whole])
+    accelerator.init_trackers("project", {"lr": 1})
+    for step in range(3):
+        accelerator.log({"x": step}, step=step)
+    accelerator.end_training()
+    assert whole.calls[1:] == [
+        "start",
+        ("settings", {"lr": 1}),
+        *(("log", {"x": step}, step, {}) for step in range(3)),
+        "finish",
+    ]
+    # It is tried again each time, and reported once for each thing that it fails to do.
+    assert broken.calls[1:] == ["start", "settings", "log", "log", "log", "finish"]
+    reports = [record.getMessage() for record in caplog.records]
+    assert [report.partition(";")[0] for report in reports] == [
+        "The tracker 'breaking' failed to record the settings",
+        "The tracker 'breaking' failed to log",
+    ]
+    assert all("the disk is full" in str(record.exc_info) for record in caplog.records)
+
+
+def test_a_tracker_that_cannot_start_is_left_out_beside_others(caplog: pytest.LogCaptureFixture) -> None:
+    whole = Recorder()
+    accelerator = Accelerator(cpu=True, log_with=[Breaking("start"), whole])
+    accelerator.init_trackers("project")
+    assert accelerator.trackers == [whole]
+    assert "The tracker 'breaking' failed to start" in caplog.text
+    accelerator.get_tracker("breaking").log_images({"picture": None})  # a stand-in, so that the program goes on
+    accelerator.log({"x": 1})
+    accelerator.end_training()
+    assert whole.calls[1:] == ["start", ("log", {"x": 1}, None, {}), "finish"]
+
+
+def test_a_run_that_no_tracker_can_record_says_so_at_once() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Breaking("start"))
+    with pytest.raises(OSError, match="the disk is full"):
+        accelerator.init_trackers("project")
 
 
 def _run_on_two() -> dict[str, Any]:
