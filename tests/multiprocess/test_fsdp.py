@@ -163,6 +163,36 @@ def test_a_rank_that_fails_before_it_writes_shards_stops_the_others(tmp_path: Pa
     assert not any(tmp_path.iterdir())
 
 
+def resume_parameters_of_no_model(folder: str) -> dict[str, list[float]]:
+    """Train a prompt beside a frozen model, and go back to a saved step: return what momentum it had after each."""
+    found = {}
+    for name, case in VARIANTS.items():
+        assert case is not None
+        accelerator = case.accelerator()
+        prompt = nn.Parameter(torch.zeros(1, 4))
+        frozen = make_words().requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The parameters of this SGD are in no prepared model")
+            _, optimizer = accelerator.prepare(frozen, torch.optim.SGD([prompt], lr=1.0, momentum=0.5))
+        momentum = []
+        for step in (0, 1, 1):
+            if step and len(momentum) == 2:
+                accelerator.load_state(f"{folder}/{name}")
+            prompt.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            momentum.append(optimizer.state[prompt]["momentum_buffer"].mean().item())
+            if not step:
+                accelerator.save_state(f"{folder}/{name}")
+        found[name] = momentum
+    return found
+
+
+def test_parameters_of_no_model_are_saved_beside_the_shards(tmp_path: Path) -> None:
+    for found in run_group(resume_parameters_of_no_model, 2, str(tmp_path)):
+        assert found == {name: [1.0, 1.5, 1.5] for name in VARIANTS}
+
+
 def test_checkpoints_change_between_versions_forms_and_copies(chain: Any) -> None:
     _, _, crossed = chain
     whole = plain_losses()
@@ -244,6 +274,14 @@ def an_optimizer_may_come_before_its_model() -> bool:
     sharded = accelerator.prepare(model)
     own = [entry for group in optimizer.param_groups for entry in group["params"]]
     return all(left is right for left, right in zip(own, sharded.parameters(), strict=True))
+
+
+def an_optimizer_of_replaced_parameters_is_refused() -> str:
+    accelerator = sharding(2, **BY_CLASS)
+    model = make_words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model)
+    return refused(lambda: accelerator.prepare(optimizer))
 
 
 def joined_parameters_have_one_group() -> str:
@@ -380,6 +418,7 @@ OPTIONS = (
     units_follow_the_policy,
     a_tied_unit_is_left_to_the_model,
     an_optimizer_may_come_before_its_model,
+    an_optimizer_of_replaced_parameters_is_refused,
     joined_parameters_have_one_group,
     weights_must_come_from_somewhere,
     ignored_options_are_named,
@@ -414,6 +453,7 @@ def test_ties_and_optimizers_are_kept() -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
+    assert all("replaced them" in text for text in seen(an_optimizer_of_replaced_parameters_is_refused))
     assert all("use_orig_params=True" in text for text in seen(joined_parameters_have_one_group))
     assert all("cpu_ram_efficient_loading=True" in text for text in seen(weights_must_come_from_somewhere))
     assert all("fsdp_version=2" in text for text in seen(version_1_has_no_other_axes))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import reset_warnings
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -277,6 +278,26 @@ def options_of_ddp() -> dict[str, Any]:
     return {**found, "bucket": model.bucket_bytes_cap, "buffers": model.broadcast_buffers}
 
 
+def learned_inputs() -> dict[str, Any]:
+    """A frozen model with parameters beside it, whose gradients nobody averages but the program."""
+    accelerator = fresh_accelerator()
+    reset_warnings()
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for average in (False, True):
+            prompt = torch.nn.Parameter(torch.zeros(1, 1))
+            model, optimizer = accelerator.prepare(line().requires_grad_(False), torch.optim.SGD([prompt], lr=1.0))
+            model.weight.fill_(1.0)
+            accelerator.backward((model(prompt) * own_batch(accelerator)).sum())
+            if average:
+                prompt.grad = accelerator.reduce(prompt.grad, "mean")
+            optimizer.step()
+            found["averaged" if average else "alone"] = ranks(accelerator, prompt.item())
+    found["warnings"] = [(str(entry.message), entry.filename) for entry in said]
+    return found
+
+
 def wrappers() -> dict[str, Any]:
     """A replica in bf16: outputs, a second prepare, unwrapping, copies."""
     accelerator = fresh_accelerator(mixed_precision="bf16")
@@ -326,6 +347,7 @@ CHECKS = (
     local_sgd,
     communication_hooks,
     options_of_ddp,
+    learned_inputs,
     wrappers,
     pickled_accelerator,
 )
@@ -457,6 +479,17 @@ def test_options_reach_ddp(world_size: int) -> None:
     for found in results(world_size, "options_of_ddp"):
         assert (found["find_unused_parameters"], found["gradient_as_bucket_view"]) == (True, True)
         assert (found["bucket"], found["buffers"]) == (3 * 1024 * 1024, False)
+
+
+@WORLD_SIZES
+def test_parameters_of_no_model_are_trained_and_a_warning_says_how_to_average_them(world_size: int) -> None:
+    for found in results(world_size, "learned_inputs"):
+        assert found["alone"] == [-(rank + 1.0) for rank in range(world_size)]
+        assert found["averaged"] == [-mean_of_ranks(world_size)] * world_size
+        ((message, file),) = found["warnings"]
+        assert "SGD are in no prepared model" in message
+        assert 'accelerator.reduce(parameter.grad, "mean")' in message
+        assert file == __file__
 
 
 @WORLD_SIZES

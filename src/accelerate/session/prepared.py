@@ -26,6 +26,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.session.setup import Run
 
 _MARK = "_is_accelerate_prepared"
+_REPLACED = "_is_accelerate_replaced"
 ReplacedParameters = Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
 """Old parameter -> the one in its place; None for one that is trained on another rank."""
 
@@ -164,6 +165,8 @@ class Preparer:
         replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {}
         for argument in bundle.of(ObjectKind.MODEL):
             replaced |= self.run.strategy.replaced(before[id(argument)], list(argument.result.parameters()))
+        for parameter in replaced:
+            setattr(parameter, _REPLACED, True)
         if replaced:
             # Optimizers that were prepared before their model follow it as well.
             known = [*(argument.given for argument in bundle.of(ObjectKind.OPTIMIZER)), *self.objects.optimizers]
@@ -227,20 +230,22 @@ class Preparer:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> None:
         known = {id(parameter) for model in models for parameter in model.parameters()}
-        own = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) in known for parameter in own):
             return
         name = type(optimizer).__name__
-        if models:
+        if any(hasattr(parameter, _REPLACED) for parameter in own):
             raise ConfigurationError(
-                f"The parameters of this {name} belong to none of the {len(models)} prepared model(s), so it would train "
-                "nothing that was prepared. Give prepare() the model it optimizes, or build the optimizer from the "
-                "prepared model's parameters."
+                f"The parameters of this {name} are not those of its model any more: preparing the model replaced them, "
+                "so it would train nothing. Give both to one prepare(), or build the optimizer from the prepared model's "
+                "parameters."
             )
-        if self.run.strategy.caps.replicates:
+        if self.run.runtime.is_distributed and (models or self.run.strategy.caps.replicates):
             warn_once(
-                f"This {name} was prepared without its model: until the model is prepared too, every process trains "
-                "a model of its own. Pass both to one prepare()."
+                f"The parameters of this {name} are in no prepared model: until they are, every process trains them on its "
+                "own data, and their gradients are not averaged. Give their model to the same prepare(), or average them "
+                'before each step: `parameter.grad = accelerator.reduce(parameter.grad, "mean")`.',
+                stacklevel=5,
             )
 
     def prepare_model(

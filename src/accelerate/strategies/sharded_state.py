@@ -22,6 +22,7 @@ from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import (
     LoadOptions,
+    OptimizerPart,
     Part,
     Prepared,
     by_position,
@@ -440,5 +441,10 @@ def sharded_parts(prepared: Prepared, *, full: bool = False, stages: dist.Proces
     for i, optimizer in enumerate(prepared.optimizers):
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         owners = (model for model in prepared.models if any(id(item) in trained for item in model.parameters()))
-        parts.append(ShardedOptimizerPart(optimizer, next(owners, prepared.models[0]), i, full=full, stages=stages))
+        # An optimizer may have no parameter of this stage; elsewhere it then trains what is in no model.
+        owner = next(owners, None if stages is None else prepared.models[0])
+        if owner is None:
+            parts.append(OptimizerPart(optimizer, i))
+        else:
+            parts.append(ShardedOptimizerPart(optimizer, owner, i, full=full, stages=stages))
     return parts

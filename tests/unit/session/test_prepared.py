@@ -70,19 +70,51 @@ def test_prepared_objects_come_back_as_they_are() -> None:
     assert [len(entries) for entries in kept] == [1, 1, 1, 1]
 
 
-def test_an_optimizer_of_another_model_is_refused_and_nothing_was_touched() -> None:
-    accelerator = Accelerator(mixed_precision="bf16")
-    model, _, _, loader = parts()
-    stranger = parts()[1]
-    with pytest.raises(ConfigurationError, match="belong to none of the 1 prepared model"):
-        accelerator.prepare(loader, stranger, model)
-    assert "forward" not in model.__dict__
-    assert not accelerator._models
-    assert not accelerator._dataloaders
-    assert not hasattr(model, "_is_accelerate_prepared")
+def learn_a_prompt(accelerator: Accelerator | None) -> torch.Tensor:
+    """Train what is added to the inputs of a frozen model."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(4, 4).requires_grad_(False)
+    prompt = torch.nn.Parameter(torch.zeros(1, 4))
+    optimizer: Any = torch.optim.AdamW([prompt], lr=0.1)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4) + prompt).square().mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return prompt.detach()
+
+
+def test_parameters_of_no_model_are_trained_as_they_are_plainly() -> None:
+    assert torch.equal(learn_a_prompt(Accelerator()), learn_a_prompt(None))
+
+
+def test_an_optimizer_may_come_before_its_model_and_after_another() -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(parts()[0])
+    model, optimizer, scheduler, _ = parts()
+    prepared = accelerator.prepare(optimizer)
+    assert prepared.optimizer is optimizer
+    assert accelerator.prepare(scheduler).optimizers == [prepared]
     accelerator.prepare(model)
-    with pytest.raises(ConfigurationError, match="belong to none"):
-        accelerator.prepare(stranger)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    before = model.weight.detach().clone()
+    prepared.step()
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused_and_nothing_was_touched(elsewhere: None) -> None:
+    accelerator = Accelerator()
+    model, stale, _, loader = parts()
+    accelerator.prepare(model)  # on a device whose tensors are of another kind
+    other = torch.nn.Linear(2, 1)
+    with pytest.raises(ConfigurationError, match="preparing the model replaced them"):
+        accelerator.prepare(loader, stale, other)
+    assert other.weight.device.type == "cpu"
+    assert len(accelerator._models) == 1
+    assert not accelerator._dataloaders
+    assert not hasattr(other, "_is_accelerate_prepared")
 
 
 def test_the_single_preparers() -> None:
