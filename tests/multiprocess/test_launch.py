@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.launching import launch, launch_command, launch_environment
+from tests.support.launching import facts_of, launch, launch_command, launch_environment
 
 from accelerate.devices.machine import get_free_port
 
@@ -33,11 +32,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(FACTS)
     return path
-
-
-def facts_of(output: str) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda facts: str(facts["RANK"]))
 
 
 def with_failure(path: Path, what: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.launching import launch, launch_command, launch_environment
+from tests.support.launching import facts_of, launch, launch_command, launch_environment
 
 from accelerate.devices.machine import get_free_port
 
@@ -44,11 +44,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(FACTS)
     return path
-
-
-def facts_of(output: str) -> list[dict[str, object]]:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda facts: str(facts["RANK"]))
 
 
 def by_torchrun(*words: str) -> str:
@@ -230,7 +225,7 @@ def test_the_signals_that_end_a_run_can_be_chosen(number: signal.Signals, tmp_pa
     try:
         for rank in range(2):
             wait_for(tmp_path / f"rank-{rank}", process)
-        workers = [psutil.Process(process.pid).children(recursive=True)]
+        workers = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         _, told = process.communicate(timeout=600)
     finally:
@@ -238,4 +233,4 @@ def test_the_signals_that_end_a_run_can_be_chosen(number: signal.Signals, tmp_pa
         process.wait()
     assert process.returncode == 128 + number
     assert f"{number.name}, ending the workers" in told
-    assert not any(child.is_running() for children in workers for child in children)
+    assert not any(worker.is_running() for worker in workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -93,6 +94,12 @@ def launch(*arguments: str, env: Mapping[str, str] | None = None, cwd: Any = Non
         text=True,
         check=False,
     )
+
+
+def facts_of(output: str) -> list[dict[str, object]]:
+    """Return what each worker wrote about itself, one JSON object a line, in the order of their ranks."""
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda facts: str(facts["RANK"]))
 
 
 def launch_warm(options: Sequence[str | Path], script: Path, arguments: Sequence[str] = ()) -> str:
