@@ -351,3 +351,40 @@ def test_an_order_that_was_drawn_is_gone_on_with_on_another_number_of_processes(
             assert seen[:length] == order[:length]
         else:
             assert seen == order, kind
+
+
+def formatted_epoch() -> dict[str, Any]:
+    """Read a table whose rows come out as tensors, and one that was split before."""
+    datasets = pytest.importorskip("datasets")
+    cpu()
+    rank, count = current.runtime().rank, current.runtime().world_size
+    table = datasets.Dataset.from_dict({"x": list(range(12))}).with_format("torch")
+    own = table.shard(count, rank)
+    return {
+        name: [int(entry) for batch in prepare_data_loader(DataLoader(data, batch_size=2)) for entry in batch["x"]]
+        for name, data in {"whole": table, "split": own}.items()
+    }
+
+
+def test_a_table_with_a_format_is_divided_unless_it_was_split_before() -> None:
+    ranks = run_group(formatted_epoch, 2)
+    for name in ("whole", "split"):
+        assert sorted(ranks[0][name] + ranks[1][name]) == list(range(12))
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of a user, as sentence-transformers has."""
+
+
+def own_batches() -> list[list[int]]:
+    cpu()
+    sampler = OwnBatches(RandomSampler(range(12)), 2, drop_last=False)
+    loader = prepare_data_loader(DataLoader(range(12), batch_sampler=sampler), use_seedable_sampler=True, data_seed=3)
+    return [[int(entry) for batch in loader for entry in batch] for _ in range(2)]
+
+
+def test_a_seedable_sampler_inside_of_a_batch_sampler_of_the_user() -> None:
+    ranks = run_group(own_batches, 2)
+    for epoch in range(2):
+        assert sorted(ranks[0][epoch] + ranks[1][epoch]) == list(range(12))
+    assert ranks[0][0] != ranks[0][1]

@@ -102,7 +102,7 @@ def in_step(batches: Iterable[Any], batch_size: int) -> Iterator[tuple[Annotated
         upcoming = _exchange_rows(ahead)
         state = state if here is None else here.state
         real = rows[communicator().rank]
-        batch = _completed(None if here is None else here.batch, real, spare, batch_size)
+        batch = _completed(None if here is None else here.batch, real, spare, max(rows))
         share = Share(count_rows(batch), real)
         samples = sum(rows)
         size = BatchSize(share, samples, 0 if samples == batch_size * len(rows) else samples)

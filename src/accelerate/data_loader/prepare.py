@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from accelerate.data_loader.global_batches import (
 )
 from accelerate.data_loader.iterables import GroupCollate, IterableDatasetShard, is_hf_dataset
 from accelerate.data_loader.loader import DataLoaderShard
-from accelerate.data_loader.order import DrawnOrder, EpochSeed, SeedableRandomSampler, seeded_order
+from accelerate.data_loader.order import DrawnOrder, EpochSeed, SeedableRandomSampler, agree, seeded_order
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IndexShard,
@@ -252,8 +251,10 @@ def _differs_between_ranks(dataset: Any) -> bool:
     group = communicator()
     if group.world_size == 1:
         return False
-    ends = (dataset[0], dataset[len(dataset) - 1]) if len(dataset) else ()
-    return len(set(group.gather_object(pickle.dumps((len(dataset), ends))))) > 1
+    # As they are stored: what a format or a decoder makes of them may look different although it is the same.
+    stored = dataset.with_format("arrow")
+    ends = [stored[index].to_pylist() for index in ((0, len(dataset) - 1) if len(dataset) else ())]
+    return len(set(group.gather_object(repr((len(dataset), ends))))) > 1
 
 
 def _shard_loader(
@@ -286,7 +287,10 @@ def _sharded_samplers(loader: Any, options: _LoaderOptions) -> tuple[dict[str, A
     is_seeded = plan is not None or options.base_seed is not None
     seeds = []
     if is_seeded and type(sampler) is RandomSampler:
-        sampler = SeedableRandomSampler.like(sampler, EpochSeed(options.base_seed, shared=options.shares_order))
+        # A seed that is known is agreed on here: inside a batch sampler of the user rank 0 alone asks for it.
+        base, shared = options.base_seed, options.shares_order
+        seed = EpochSeed(shared=shared) if base is None else EpochSeed(agree(base) if shared else base)
+        sampler = SeedableRandomSampler.like(sampler, seed)
         if batch_sampler is not None:
             batch_sampler = copy_with(batch_sampler, sampler=sampler)
     if isinstance(sampler, SeedableRandomSampler):
