@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate._base.enums import DistributedType, FP8BackendType, RNGType
 from accelerate._base.errors import CheckpointError, UsageError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import log_once
 from accelerate._base.lazy import attach_passing_names
 from accelerate.checkpointing import catalog, torch_files
 from accelerate.checkpointing.catalog import CheckpointInfo
@@ -614,7 +614,7 @@ class Accelerator(ProcessControl):
         """
         config = self.parallelism_config
         if config is None or not config.cp_enabled:
-            warn_once("maybe_context_parallel does nothing, because cp_size is 1: every rank has whole sequences.")
+            log_once(__name__, "maybe_context_parallel does nothing: cp_size is 1, so every rank has whole sequences.")
             return nullcontext()
         from accelerate.parallel.context import split_sequences
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.logs import logged
 from tests.support.processes import run_group
 from tests.support.sharding import (
     BY_CLASS,
@@ -299,11 +300,10 @@ def weights_must_come_from_somewhere() -> str:
 
 def ignored_options_are_named() -> list[str]:
     reset_warnings()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged("means nothing to FSDP 2", times=2) as said:
         for _ in range(2):
             FullyShardedDataParallelPlugin(fsdp_version=2, use_orig_params=True, sync_module_states=True)
-    return [str(entry.message).split("(")[1].split("=")[0] for entry in caught]
+    return [message.split("(")[1].split("=")[0] for message in said]
 
 
 def version_1_has_no_other_axes() -> str:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tests.support.logs import logged
 from tests.support.processes import script_environment
 
 from accelerate import Accelerator
@@ -54,5 +55,5 @@ def test_a_rank_along_an_axis_needs_axes() -> None:
 def test_whole_sequences_without_context_parallelism() -> None:
     accelerator = Accelerator()
     tokens = torch.arange(8).reshape(1, 8)
-    with pytest.warns(UserWarning, match="cp_size is 1"), accelerator.maybe_context_parallel(buffers=[tokens]):
+    with logged("cp_size is 1"), accelerator.maybe_context_parallel(buffers=[tokens]):
         assert tokens.tolist() == [list(range(8))]

@@ -1,7 +1,8 @@
-"""Small helpers of every room: a decision with its reason, a warning shown once, the user's line, sizes as text."""
+"""Small helpers of every room: a decision with its reason, warnings shown once, the user's line, sizes as text."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from dataclasses import dataclass
@@ -38,6 +39,16 @@ def warn_once(message: str, category: type[Warning] = UserWarning, stacklevel: i
         return
     _shown_warnings.add(message)
     warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
+def log_once(logger: str, message: str) -> None:
+    """Log `message` as a warning of the logger of this name, unless this process already did.
+
+    For what programs may do on purpose: unlike a warning of Python's, it stops nobody who turns warnings into errors.
+    """
+    if message not in _shown_warnings:
+        _shown_warnings.add(message)
+        logging.getLogger(logger).warning("%s", message)
 
 
 def reset_warnings() -> None:
@@ -77,7 +88,7 @@ def recursive_getattr(obj: object, attr: str) -> Any:
 
 
 def check_os_kernel() -> None:
-    """Warn on a Linux kernel so old that processes are known to hang on it."""
+    """Log a warning on a Linux kernel so old that processes are known to hang on it."""
     import platform
 
     from packaging.version import InvalidVersion, parse
@@ -90,10 +101,10 @@ def check_os_kernel() -> None:
     except InvalidVersion:  # a vendor's own naming; nothing is known of it
         return
     if old:
-        warn_once(
+        log_once(
+            __name__,
             f"This machine runs Linux kernel {release}; before {_OLDEST_KERNEL} processes may hang. "
             "Update the kernel if yours do.",
-            stacklevel=3,
         )
 
 

@@ -179,8 +179,8 @@ def find_executable_batch_size(
             samples as with the first size.
 
     Raises:
-        UsageError: If no size from the first down to the smallest fits, or on a rank that did not fail itself, if
-            another one did. A rank that fails raises its own error, and the ranks can go on together.
+        UsageError: (a RuntimeError) if no size from the first down to the smallest fits, or on a rank that did not fail
+            itself, if another one did. A rank that fails raises its own error, and the ranks can go on together.
         ConfigurationError: If the function does not take the batch size first, or was called with it.
 
     Example:
@@ -202,10 +202,9 @@ def find_executable_batch_size(
             minimum_batch_size=minimum_batch_size,
             keep_update=keep_update,
         )
-    if minimum_batch_size < 1 or starting_batch_size < minimum_batch_size:
+    if minimum_batch_size < 1:
         raise ConfigurationError(
-            f"starting_batch_size={starting_batch_size!r} and minimum_batch_size={minimum_batch_size!r} leave no size to "
-            "try. Both must be at least 1, the first not below the second."
+            f"minimum_batch_size={minimum_batch_size!r} is no size of a batch. Write 1 or more, or leave it out."
         )
     if keep_update and reduce_batch_size_fn is not None:
         raise ConfigurationError(
@@ -228,10 +227,7 @@ def find_executable_batch_size(
         clear_device_cache(garbage_collection=True)
         while True:
             if batch_size < minimum_batch_size:
-                raise UsageError(
-                    f"No batch size from {starting_batch_size} down to {minimum_batch_size} fits into memory. "
-                    "Use a smaller model, shorter inputs or a lower minimum_batch_size."
-                )
+                raise _no_size(starting_batch_size, minimum_batch_size)
             finished, result = _try(function, _Attempt(), batch_size, args, kwargs)
             if finished:
                 return result
@@ -301,6 +297,18 @@ def _settle(attempt: _Attempt, end: _End) -> None:
         grace = _GRACE_SECONDS if attempt.close_connections() else 0.0
         is_complete = attempt.wait(grace if end is _End.FAILED else None)
     attempt.conclude(is_complete)
+
+
+def _no_size(starting: int, minimum: int) -> UsageError:
+    if starting < minimum:
+        return UsageError(
+            f"starting_batch_size={starting!r} and minimum_batch_size={minimum!r} leave no batch size to try. Both must be "
+            "at least 1, the first not below the second."
+        )
+    return UsageError(
+        f"No batch size from {starting} down to {minimum} fits into memory. "
+        "Use a smaller model, shorter inputs or a lower minimum_batch_size."
+    )
 
 
 def _failed_elsewhere(failure: str) -> UsageError:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, overload
 
 from accelerate._base.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -247,10 +249,9 @@ def convert_dict_to_env_variables(current_env: Mapping[str, object]) -> list[str
         if name and text and not any(mark in name or mark in text for mark in unsafe):
             lines.append(f"{name}={text}\n")
         else:
-            warnings.warn(
-                # Without its value, which may be a secret.
-                f"The variable {name!r} is left out: it is empty, or it holds a space or one of ; < > or a line break, "
-                "which a shell could misread. Set it in the shell itself.",
-                stacklevel=2,
+            logger.warning(  # without its value, which may be a secret
+                "The variable %r is left out: it is empty, or it holds a space or one of ; < > or a line break, which a "
+                "shell could misread. Set it in the shell itself.",
+                name,
             )
     return lines

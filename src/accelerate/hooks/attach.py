@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,6 +46,8 @@ from accelerate.offload.tensors import (
     table_of,
     tied_cache,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class _HookAttacher:
@@ -390,9 +392,9 @@ def _guarded_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> A
             f"`.{method}()` was called on a model with offloaded weights: they are on the CPU or the disk, so there is "
             "nothing to move. Call `remove_hook_from_submodules(model)` first, or dispatch it with another device map."
         )
-    warnings.warn(
-        f"`.{method}()` was called on a model that is dispatched over devices: its hooks still send inputs to the "
-        "devices of the device map.",
-        stacklevel=2,
+    logger.warning(
+        "`.%s()` was called on a model that is dispatched over devices: its hooks still send inputs to the devices of the "
+        "device map.",
+        method,
     )
     return getattr(type(model), method)(model, *args, **kwargs)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,6 +43,8 @@ from accelerate.offload.tensors import (
 )
 from accelerate.runtime import current
 from accelerate.runtime.atomic import atomic_file
+
+logger = logging.getLogger(__name__)
 
 COMPILED = "_orig_mod."
 """What a compiler's shell adds to the names inside it; the weights are those of the model without it."""
@@ -364,10 +366,10 @@ def load_checkpoint_in_model(
             f"checkpoint {missing!r}. Load the checkpoint of this model, or pass strict=False."
         )
     if loader.unexpected:
-        warnings.warn(
-            f"These weights of the checkpoint are not in {type(model).__name__} and were not used: "
-            f"{loader.unexpected!r}.",
-            stacklevel=2,
+        logger.warning(
+            "These weights of the checkpoint are not in %s and were not used: %r.",
+            type(model).__name__,
+            loader.unexpected,
         )
     if loader.folder is not None:
         save_offload_index(loader.index, loader.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -12,6 +13,8 @@ from torch import nn
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
+
+logger = logging.getLogger(__name__)
 
 Place: TypeAlias = int | str | torch.device
 """A device index, a device, `"cpu"` or `"disk"`."""
@@ -152,12 +155,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place]) -> None:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Place]) -> None:
-    """Warn about tied parameters that a device map puts on different devices."""
+    """Log a warning about tied parameters that a device map puts on different devices."""
     for group in tied_params:
         places = {name: lookup(device_map, name) for name in group}
         if len(set(places.values())) > 1:
-            warnings.warn(
-                f"Tied parameters lie on different devices: {places!r}. They will not be one tensor any more; "
-                "give their modules one device to keep them tied.",
-                stacklevel=2,
+            logger.warning(
+                "Tied parameters lie on different devices: %r. They will not be one tensor any more; give their modules "
+                "one device to keep them tied.",
+                places,
             )

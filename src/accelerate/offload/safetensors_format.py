@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import log_once
 
 if TYPE_CHECKING:
     import torch
@@ -239,7 +239,9 @@ def shared_names(identities: Mapping[str, Hashable | None]) -> dict[str, str]:
 def warn_of_dropped_names(names: Iterable[str]) -> None:
     """Say once that names of shared tensors are left out of a file."""
     if dropped := list(names):
-        warn_once(f"These tensors share memory with others and are saved under the first name only: {dropped}.")
+        log_once(
+            __name__, f"These tensors share memory with others and are saved under the first name only: {dropped}."
+        )
 
 
 def drop_shared_names(state_dict: dict[str, Any]) -> list[str]:

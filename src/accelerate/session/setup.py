@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
-from accelerate._base.helpers import Choice, warn_once
+from accelerate._base.helpers import Choice, log_once, warn_once
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
@@ -382,9 +382,10 @@ def _resolve_accumulation(
     if plugin is None:
         launched = env.integer("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
         if launched != steps != 1:
-            warn_once(
+            log_once(
+                __name__,
                 f"gradient_accumulation_steps={steps} was given, but ACCELERATE_GRADIENT_ACCUMULATION_STEPS={launched} "
-                "is set by the launcher and wins."
+                "is set by the launcher and wins.",
             )
         plugin = GradientAccumulationPlugin(num_steps=launched)
     elif steps != 1:

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accelerate._base.errors import AccelerateError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import log_once
 from accelerate.runtime import current
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,7 +130,7 @@ def is_number(value: Any) -> bool:
 
 
 def numbers(values: dict[str, Any], tracker: str) -> dict[str, Any]:
-    """Return the entries that are numbers, and warn once of each other one."""
+    """Return the entries that are numbers, and log once of each other one."""
     found = {}
     for key, value in plain(values).items():
         if is_number(value):
@@ -141,9 +141,9 @@ def numbers(values: dict[str, Any], tracker: str) -> dict[str, Any]:
 
 
 def warn_left_out(key: str, value: Any, tracker: str, takes: str) -> None:
-    """Warn once that an entry is not recorded."""
-    warn_once(
+    """Log once that an entry is not recorded."""
+    log_once(
+        __name__,
         f"{key!r} is of type {type(value).__name__!r} and the tracker {tracker!r} records {takes}, so it is left out. "
         "Log it as one of these, or record it with the object that `get_tracker(name, unwrap=True)` returns.",
-        stacklevel=4,
     )

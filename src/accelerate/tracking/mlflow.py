@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import log_once
 from accelerate._base.imports import require
 from accelerate.config import env
 from accelerate.tracking.base import GeneralTracker, numbers, on_main_process, plain
@@ -89,10 +89,10 @@ class MLflowTracker(GeneralTracker):
         settings = {}
         for key, value in plain(values).items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                warn_once(
+                log_once(
+                    __name__,
                     f"The setting {key!r} is {len(str(value))} characters long and MLflow stores at most "
                     f"{limits.MAX_PARAM_VAL_LENGTH}, so it is left out. Shorten it, or store it with `log_artifact`.",
-                    stacklevel=3,
                 )
             else:
                 settings[key] = value

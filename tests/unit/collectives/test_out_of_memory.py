@@ -96,8 +96,6 @@ def test_a_call_with_a_batch_size_of_its_own() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"starting_batch_size": 0},
-        {"starting_batch_size": 2, "minimum_batch_size": 4},
         {"minimum_batch_size": 0},
         {"keep_update": True, "reduce_batch_size_fn": lambda: 1},
     ],
@@ -105,6 +103,16 @@ def test_a_call_with_a_batch_size_of_its_own() -> None:
 def test_options_that_cannot_work(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         find_executable_batch_size(lambda batch_size: None, **options)
+
+
+@pytest.mark.parametrize("options", [{"starting_batch_size": 0}, {"starting_batch_size": 2, "minimum_batch_size": 4}])
+def test_no_size_to_try_is_told_when_the_function_is_called(options: dict[str, Any]) -> None:
+    def train(batch_size: int) -> None:
+        raise AssertionError("there is nothing to try")
+
+    for decorated in (find_executable_batch_size(train, **options), find_executable_batch_size(**options)(train)):
+        with pytest.raises(RuntimeError, match="leave no batch size to try"):
+            decorated()
 
 
 def test_what_the_failed_try_held_is_freed() -> None:

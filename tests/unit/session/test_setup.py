@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.logs import logged
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate._base.enums import FP8BackendType
@@ -143,7 +144,7 @@ def test_the_state_of_a_run_is_a_view_on_it() -> None:
 def test_the_launcher_decides_on_accumulation_and_says_so() -> None:
     with (
         patch_environment(accelerate_gradient_accumulation_steps="4"),
-        pytest.warns(UserWarning, match="gradient_accumulation_steps=2 was given.*=4 is set by the launcher and wins"),
+        logged("gradient_accumulation_steps=2 was given.*=4 is set by the launcher and wins"),
     ):
         accelerator = Accelerator(gradient_accumulation_steps=2)
     assert accelerator.gradient_accumulation_steps == 4

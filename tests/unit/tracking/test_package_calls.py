@@ -11,6 +11,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
+from tests.support.logs import logged
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -142,7 +143,7 @@ def test_comet(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     experiment = tracker.tracker
     assert experiment is opened.return_value
     tracker.store_init_configuration(SETTINGS)
-    with pytest.warns(UserWarning, match=r"'curve'.*numbers, text and dictionaries of numbers"):
+    with logged(r"'curve'.*numbers, text and dictionaries of numbers"):
         tracker.log({"loss": torch.tensor(0.5), "note": "text", "group": {"a": 1.0}, "curve": [1, 2]}, step=5)
     tracker.log({"later": 1})
     tracker.finish()
@@ -167,7 +168,7 @@ def test_dvclive(monkeypatch: pytest.MonkeyPatch) -> None:
     live = tracker.tracker
     assert live is opened.return_value
     tracker.store_init_configuration(SETTINGS)
-    with pytest.warns(UserWarning, match=r"'rows'.*numbers and text"):
+    with logged(r"'rows'.*numbers and text"):
         tracker.log({**VALUES, "rows": torch.ones(2)}, step=7, plot=False)
     tracker.finish()
     assert live.step == 7
@@ -219,7 +220,7 @@ def test_mlflow_takes_the_known_or_the_default_experiment(
 
 def test_mlflow_stores_settings_in_batches_without_long_ones(mlflow: Mock) -> None:
     tracker = started("mlflow")
-    with pytest.warns(UserWarning, match=r"'long' is 6 characters long.*at most 5.*left out.*`log_artifact`"):
+    with logged(r"'long' is 6 characters long.*at most 5.*left out.*`log_artifact`"):
         tracker.store_init_configuration({"a": 1, "long": "x" * 6, "b": torch.tensor(2), "c": "x" * 5})
     assert mlflow.log_params.mock_calls == [call({"a": 1, "b": 2}), call({"c": "xxxxx"})]
 
@@ -227,7 +228,7 @@ def test_mlflow_stores_settings_in_batches_without_long_ones(mlflow: Mock) -> No
 def test_mlflow_records_numbers_figures_and_files(mlflow: Mock) -> None:
     tracker = started("mlflow")
     mlflow.reset_mock()
-    with pytest.warns(UserWarning, match=r"'note'.*only numbers"):
+    with logged(r"'note'.*only numbers"):
         tracker.log({**VALUES, "note": "text"}, step=2, synchronous=False)
     tracker.log_figure("figure", "plot.png", save_kwargs={"dpi": 1})
     tracker.log_artifact("file", "folder")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.support.logs import logged
 
 from accelerate.tracking import TensorBoardTracker, tensorboard
 
@@ -69,7 +70,7 @@ def test_text_and_groups(tracker: TensorBoardTracker, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_recorded_is_named_and_the_rest_is_recorded(tracker: TensorBoardTracker, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="'many' is of type 'list' and the tracker 'tensorboard' records numbers"):
+    with logged("'many' is of type 'list' and the tracker 'tensorboard' records numbers"):
         tracker.log({"many": torch.tensor([1.0, 2.0]), "loss": 0.5}, step=0)
     tracker.finish()
     assert read(tmp_path / "run").Tags()["scalars"] == ["loss"]

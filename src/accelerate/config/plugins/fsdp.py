@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.helpers import warn_once
+from accelerate._base.helpers import log_once, warn_once
 from accelerate.config import env
 from accelerate.config.knob import Settings, knob, shared
 from accelerate.config.plugins import fsdp_torch
@@ -111,11 +111,10 @@ class FullyShardedDataParallelPlugin(Settings):
 
     def _normalise_version_1(self) -> None:
         if "sharding_strategy" in self._given:
-            warn_once(
+            log_once(
+                __name__,
                 "FullyShardedDataParallelPlugin(sharding_strategy=...) is the old name of reshard_after_forward. "
                 f"Write reshard_after_forward={self.sharding_strategy!r}.",
-                FutureWarning,
-                stacklevel=6,
             )
         reshard = self.reshard_after_forward
         if isinstance(self._given.get("reshard_after_forward"), bool):
@@ -155,10 +154,10 @@ class FullyShardedDataParallelPlugin(Settings):
             )
         for name in _VERSION_1:
             if name in self._given:
-                warn_once(
+                log_once(
+                    __name__,
                     f"FullyShardedDataParallelPlugin({name}=...) means nothing to FSDP 2 and is left out. "
                     "Leave it out, or set fsdp_version=1.",
-                    stacklevel=6,
                 )
             setattr(self, name, None)
         reshard = True if self.reshard_after_forward is None else self.reshard_after_forward
@@ -206,10 +205,10 @@ class FullyShardedDataParallelPlugin(Settings):
                 "Write 'SHARDED_STATE_DICT' or 'FULL_STATE_DICT'."
             )
         if kind.name == "LOCAL_STATE_DICT":
-            warn_once(
+            log_once(
+                __name__,
                 "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT') is saved by save_state in the shards of "
                 "SHARDED_STATE_DICT, which load on any number of processes. Write 'SHARDED_STATE_DICT'.",
-                stacklevel=6,
             )
         self.state_dict_type = kind
         self.state_dict_config, self.optim_state_dict_config = fsdp_torch.state_dict_configs(
