@@ -225,6 +225,10 @@ def _against_reference(results: Results, series: str, label: str, most: float) -
     )
 
 
+def out_of_memory_lines(results: Results) -> Iterator[Line]:
+    yield _against_reference(results, "tries", "find_executable_batch_size on two processes, eleven tries", 1.2)
+
+
 def big_load_lines(results: Results) -> Iterator[Line]:
     yield _against_reference(results, "disk", "load 1.6 GB, to the disk", 0.05)
     yield _against_reference(results, "cpu", "load 1.6 GB, to the CPU", 0.3)
@@ -310,6 +314,7 @@ CASES = (
         paired_lines("FSDP2 on two processes over hand-written FSDP2", 1.03),
     ),
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
+    Case("out_of_memory", "Out of memory", Script("out_of_memory.py", processes=2, sessions=4), out_of_memory_lines),
     *(
         Case("checkpoint", "Checkpoint", Script("checkpoint.py", ("--kind", kind), sessions=sessions), lines)
         for kind, lines, sessions in (

@@ -96,6 +96,34 @@ def without_collectives() -> Any:
     return attempt("word", other=3), tried
 
 
+def runs_out_on_all_ranks() -> dict[str, Any]:
+    """Run out of memory ten times on every rank, in turn before and after the others."""
+    state, before, tried, collected = PartialState(), torch.distributed.group.WORLD, [], []
+
+    @find_executable_batch_size(starting_batch_size=128)
+    def attempt(batch_size: int) -> int:
+        tried.append(batch_size)
+        if len(tried) < 11:
+            if len(tried) % state.num_processes == state.process_index:
+                time.sleep(0.02)
+            raise torch.OutOfMemoryError("the device is full")
+        return batch_size
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            collected.append(len(tried))
+
+    gc.disable()  # what is collected is collected on purpose
+    gc.callbacks.append(count)
+    try:
+        fits = attempt()
+    finally:
+        gc.callbacks.remove(count)
+        gc.enable()
+    is_same_group = torch.distributed.group.WORLD is before
+    return {"fits": fits, "tried": tried, "collected": collected, "same group": is_same_group, "met": ranks_met()}
+
+
 def raised(function: Callable[[], Any]) -> str:
     try:
         function()
@@ -195,6 +223,7 @@ def all_checks() -> dict[str, Any]:
     found: dict[str, Any] = {
         "shrinks": shrinks_on_all_ranks(),
         "without": without_collectives(),
+        "together": runs_out_on_all_ranks(),
         "floor": reaches_the_floor(),
         "fault": fails_in_a_collective(),
     }
@@ -245,9 +274,23 @@ def check_failures(results: list[dict[str, Any]]) -> None:
     assert all(result["beside"][1] for result in results)
 
 
+def check_together(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["tried"] == [128, 115, 103, 92, 82, 73, 65, 58, 52, 46, 41]
+        assert result["fits"] == 41
+        assert result["collected"] == list(range(11))  # once before the first try, and once after each that failed
+        assert result["same group"]
+        assert result["met"] == list(range(len(results)))
+
+
+def test_ranks_that_run_out_together_try_again_at_once(found: list[dict[str, Any]]) -> None:
+    check_together([result["together"] for result in found])
+
+
 def test_three_ranks() -> None:
     found = run_group(all_checks, 3)
     check_shrinking([result["shrinks"] for result in found])
+    check_together([result["together"] for result in found])
     check_failures(found)
 
 

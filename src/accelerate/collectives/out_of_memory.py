@@ -9,10 +9,13 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar, overload
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.runtime import current, process_group
@@ -21,7 +24,8 @@ from accelerate.runtime.memory import clear_device_cache, should_reduce_batch_si
 
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
-_POLL_SECONDS = 0.02
+_SLICE_SECONDS = 0.2
+"""How long a rank waits at a time: between two times other threads may use the store, and signals are handled."""
 _PATIENCE_SECONDS = 0.5
 """How long a rank that ran out of memory waits for the others to do so too, before it breaks the group."""
 _GRACE_SECONDS = 10.0
@@ -89,6 +93,8 @@ class _Attempt:
         if end is _End.FAILED:
             self._first("failure", f"rank {current.runtime().rank} failed with {type(error).__name__}: {error}")
         self.store.add(self._key(end.value), 1)
+        if self.store.add(self._key("reports"), 1) == self.world_size:
+            self._first("verdict", "complete")
 
     @property
     def ran_out(self) -> bool:
@@ -113,27 +119,33 @@ class _Attempt:
         process_group.close_connections()
         return True
 
-    def wait(self, seconds: float | None) -> bool:
-        """Wait until every rank has reported, or one has given up; False if neither has happened after `seconds`."""
+    def wait(self, seconds: float | None, word: str = "verdict") -> bool:
+        """Wait until every rank has reported, or one has given up; False if neither has happened after `seconds`.
+
+        Args:
+            word: Wait for this to be said instead.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while sum(self._count(end.value) for end in _End) < self.world_size:
-            if self.store.check([self._key("verdict")]):
-                return True
-            if deadline is not None and time.monotonic() > deadline:
+        keys = [self._key(word)]
+        while not self.store.check(keys):
+            left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
+            if left <= 0:
                 return False
-            time.sleep(_POLL_SECONDS)
+            with suppress(DistStoreError):  # it did not come in that time
+                self.store.wait(keys, timedelta(seconds=left))
         return True
 
     def conclude(self, is_complete: bool) -> None:
         """Go on together if every rank has reported, and make the process group anew if one had to break it.
 
-        The first to come here decides for all: a rank that gives up must not be waited for.
+        The first to come here decides for all: a rank that gives up must not be waited for. All wait for the last one,
+        because a rank may close its connections while the last report comes.
         """
         if self._first("verdict", "complete" if is_complete else "given up") != "complete":
             return
-        self.store.add(self._key("settled"), 1)
-        while self._count("settled") < self.world_size:
-            time.sleep(_POLL_SECONDS)
+        if self.store.add(self._key("settled"), 1) == self.world_size:
+            self._first("all settled", "yes")
+        self.wait(None, "all settled")
         if self.connections_closed:
             process_group.remake()
 
@@ -288,11 +300,11 @@ def _settle(attempt: _Attempt, end: _End) -> None:
     if end is _End.DONE:
         attempt.conclude(attempt.wait(None))
         return
-    if end is not _End.FAILED:
-        gc.collect()
     # Once one has closed them there is nothing to save, and a third rank may wait for this one.
     is_complete = attempt.wait(0 if attempt.connections_closed else _PATIENCE_SECONDS)
     if not is_complete:
+        if end is not _End.FAILED:
+            gc.collect()  # for as long as the others take
         # An error is not kept back for the sake of a rank that may compute for hours, or that nothing can free.
         grace = _GRACE_SECONDS if attempt.close_connections() else 0.0
         is_complete = attempt.wait(grace if end is _End.FAILED else None)
