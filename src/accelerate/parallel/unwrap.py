@@ -88,15 +88,28 @@ def _is_engine(model: Any) -> bool:
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Take a mixed-precision forward off a model."""
+    """Take a mixed-precision forward off a model, also one that was wrapped by hand beside its `_original_forward`.
+
+    What was put in its place since stays, and so do hooks around it.
+    """
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         return
-    current = model.__dict__.get("forward")
-    if current is not None and getattr(current, "__wrapped__", None) == original:
+    if "_old_forward" in model.__dict__:  # what hooks are put around
+        if _wraps(model._old_forward, original):
+            model._old_forward = original
+    elif _wraps(model.__dict__.get("forward"), original):
         del model.forward
         if model.forward != original:
             model.forward = original
+
+
+def _wraps(function: Any, original: Any) -> bool:
+    """Return whether a function leads to another one, bound or not, through the functions that it says it wraps."""
+    wanted = (original, getattr(original, "__func__", original))
+    while function is not None and function not in wanted:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
 
 
 def is_prepared_inside(model: torch.nn.Module, prepared: torch.nn.Module) -> bool:
