@@ -26,6 +26,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import reset_warnings
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -278,6 +279,19 @@ def options_of_ddp() -> dict[str, Any]:
     return {**found, "bucket": model.bucket_bytes_cap, "buffers": model.broadcast_buffers}
 
 
+def options_that_are_set_later() -> dict[str, Any]:
+    """Transformers' Trainer sets the options of DDP when it wraps its model."""
+    accelerator = fresh_accelerator(mixed_precision="bf16")
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=3)
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    user = make_model(dtype=FLOAT32)
+    inside: list[bool] = []
+    user.register_forward_pre_hook(lambda module, args: inside.append(torch.is_autocast_enabled("cpu")))
+    model = accelerator.prepare(user)
+    model(torch.ones(1, FEATURES))
+    return {"unused": model.find_unused_parameters, "bucket": model.bucket_bytes_cap, "autocast": inside}
+
+
 def learned_inputs() -> dict[str, Any]:
     """A frozen model with parameters beside it, whose gradients nobody averages but the program."""
     accelerator = fresh_accelerator()
@@ -347,6 +361,7 @@ CHECKS = (
     local_sgd,
     communication_hooks,
     options_of_ddp,
+    options_that_are_set_later,
     learned_inputs,
     wrappers,
     pickled_accelerator,
@@ -479,6 +494,12 @@ def test_options_reach_ddp(world_size: int) -> None:
     for found in results(world_size, "options_of_ddp"):
         assert (found["find_unused_parameters"], found["gradient_as_bucket_view"]) == (True, True)
         assert (found["bucket"], found["buffers"]) == (3 * 1024 * 1024, False)
+
+
+@WORLD_SIZES
+def test_options_that_are_set_later_reach_what_is_prepared_then(world_size: int) -> None:
+    for found in results(world_size, "options_that_are_set_later"):
+        assert found == {"unused": True, "bucket": 3 * 2**20, "autocast": [False]}
 
 
 @WORLD_SIZES

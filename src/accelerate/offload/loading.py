@@ -359,12 +359,8 @@ def load_checkpoint_in_model(
             loader.load(open_weights_file(path) if group is None else BroadcastFile(path, group))
             done(1)
     loader.load_tied(tied)
-    missing = sorted(loader.known - loader.loaded.keys())
-    if strict and (loader.unexpected or missing):
-        raise ConfigurationError(
-            f"The checkpoint does not fit {type(model).__name__}: not in the model {loader.unexpected!r}, not in the "
-            f"checkpoint {missing!r}. Load the checkpoint of this model, or pass strict=False."
-        )
+    if strict:
+        _check_names(model, loader.unexpected, loader.known - loader.loaded.keys())
     if loader.unexpected:
         logger.warning(
             "These weights of the checkpoint are not in %s and were not used: %r.",
@@ -375,6 +371,15 @@ def load_checkpoint_in_model(
         save_offload_index(loader.index, loader.folder)
     loader.update_stores()
     retie_parameters(model, tied)
+
+
+def _check_names(model: nn.Module, unexpected: Sequence[str], missing: Iterable[str]) -> None:
+    missing = sorted(missing)
+    if unexpected or missing:
+        raise ConfigurationError(
+            f"The checkpoint does not fit {type(model).__name__}: not in the model {unexpected!r}, not in the checkpoint "
+            f"{missing!r}. Load the checkpoint of this model, or pass strict=False."
+        )
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -396,18 +401,27 @@ def _load_sharded(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    options = StateDictOptions(
-        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict and len(files) == 1
-    )
+    # torch looks at one file at a time, and only at unexpected names where it does not send the weights.
+    options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for file in files:
-        read = not broadcast_from_rank0 or torch.distributed.get_rank() == 0
-        state = load_state_dict(file) if read else {}
+    read = not broadcast_from_rank0 or torch.distributed.get_rank() == 0
+    if strict:
+        listed: list[Any] = [[name for file in files for name in open_weights_file(file).names()] if read else None]
+        if broadcast_from_rank0:
+            communicator().broadcast_objects(listed)
+        known, found = get_model_state_dict(model).keys(), {name.replace(COMPILED, "") for name in listed[0]}
+        # A checkpoint may hold one name of tied weights.
+        found |= {name for group in find_tied_parameters(model) if not found.isdisjoint(group) for name in group}
+        _check_names(model, sorted(found - known), known - found)
+    # Joined parameters of FSDP 1 are filled at once or not at all.
+    whole = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    for part in [files] if whole else [[file] for file in files]:
+        state = {name: value for file in part for name, value in load_state_dict(file).items()} if read else {}
         if dtype is not None:
             state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
         set_model_state_dict(model, state, options=options)

@@ -32,6 +32,8 @@ class Precision:
     delayed_fp8_autocast = False
     joins_optimizer = False
     """Whether `join` replaces a model and its optimizer together."""
+    handler: AutocastKwargs | None = None
+    """Options of the context in which forward passes run."""
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the context in which a forward pass runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -260,6 +260,7 @@ class Preparer:
     ) -> torch.nn.Module:
         prepared, strategy = model, self.run.strategy
         if not _is_prepared(model):
+            self._follow_handlers()
             place = self._places(device_placement) and not has_device_map(model)
             prepared = strategy.prepare_model(model, place=place, evaluation=evaluation)
             setattr(prepared, _MARK, True)
@@ -267,6 +268,13 @@ class Preparer:
             self.objects.wrapped_models.append(prepared)
             self.objects.models.append(extract_model_from_parallel(prepared) if strategy.caps.replicates else prepared)
         return prepared
+
+    def _follow_handlers(self) -> None:
+        """Take the options that programs set on the `Accelerator` after it was made, as Transformers' Trainer does."""
+        handlers, strategy = self.run.options.handlers, self.run.strategy
+        if handlers.ddp_handler is not None:
+            strategy.context = replace(strategy.context, ddp=handlers.ddp_handler)
+        self.run.precision.handler = handlers.autocast_handler
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None

@@ -256,21 +256,66 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def sharded(model: nn.Module, version: int) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if version == 1:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore:When using ``NO_SHARD``")
+def test_names_that_differ_from_a_sharded_model_are_told(version: int, broadcast: bool, tmp_path: Path) -> None:
+    state = net().state_dict()
+    files = {"a.safetensors": ["0.weight", "0.bias"], "b.safetensors": ["1.weight", "1.bias"]}
+
+    def write(left_out: str | None = None, **more: torch.Tensor) -> None:
+        for file, names in files.items():
+            save_file({name: state[name] for name in names if name != left_out} | more, tmp_path / file)
+        listed = {name: file for file, names in files.items() for name in (*names, *more) if name != left_out}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+
+    def load(strict: bool) -> None:
+        load_checkpoint_in_model(sharded(net(), version), tmp_path, strict=strict, broadcast_from_rank0=broadcast)
+
+    write()
+    load(strict=True)
+    write(left_out="1.bias")
+    with pytest.raises(ValueError, match=r"not in the checkpoint \['1.bias'\]"):
+        load(strict=True)
+    if version == 2:  # joined parameters of FSDP 1 cannot be filled in part
+        load(strict=False)
+    write(extra=torch.ones(1))
+    with pytest.raises(ValueError, match=r"not in the model \['extra'\]"):
+        load(strict=True)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_with_tied_weights_needs_one_name_of_them(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    state = model.state_dict()
+    del state["1.weight"]
+    save_file(state, tmp_path / "w.safetensors")
+    target = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    target[1].weight = target[0].weight
+    load_checkpoint_in_model(sharded(target, 2), tmp_path / "w.safetensors", strict=True)
+    assert torch.equal(target(torch.ones(1, 3)), model(torch.ones(1, 3)))
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`", "ignore:When using ``NO_SHARD``")
 def test_a_sharded_model_takes_whole_tensors(version: int, broadcast: bool, tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
     source = net()
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    target = net()
-    if version == 2:
-        fully_shard(target, mesh=init_device_mesh("cpu", (1,)))
-    else:
-        target = FullyShardedDataParallel(target, device_id=torch.device("cpu"))
+    target = sharded(net(), version)
     load_checkpoint_in_model(
         target, tmp_path / "w.safetensors", dtype="float32", strict=True, broadcast_from_rank0=broadcast
     )
