@@ -263,8 +263,8 @@ def test_steps_are_those_of_the_picture() -> None:
     assert spec.loader is not None
     drawn = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawn)
-    # Before the picture begins, all ranks take the weights of the first.
-    assert results(4)[0]["steps"] == ["broadcast_weights", *(name for name, _, _ in drawn.STEPS)]
+    # Before the picture begins, layers of another number format are put in, and all ranks take the weights of the first.
+    assert results(4)[0]["steps"] == ["convert", "broadcast_weights", *(name for name, _, _ in drawn.STEPS)]
 
 
 def test_the_task_can_tell_layouts_apart() -> None:
