@@ -83,13 +83,11 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if getattr(optimizer, "step_was_skipped", False):
                 return
-        if self._pace == 1:
-            self.scheduler.step(*args, **kwargs)
-            return
-        self._warn_of_pace()
+        if self._pace > 1:
+            self._warn_of_pace()
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._pace):
-            # One-cycle schedules refuse to go past their end.
+            # One-cycle schedules refuse to go past their end, where the learning rate stays.
             if total is None or self.scheduler._step_count <= total:
                 self.scheduler.step(*args, **kwargs)
 

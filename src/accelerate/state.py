@@ -297,7 +297,6 @@ class AcceleratorState(ProcessControl):
     _shared_state = current.ACCELERATOR
 
     backend: str | None
-    debug: bool
     dynamo_plugin: Any
     deepspeed_plugins: dict[str, Any] | None
     parallelism_config: Any
@@ -348,6 +347,15 @@ class AcceleratorState(ProcessControl):
     def initialized(self) -> bool:
         """Return whether an `Accelerator` was made since the last reset."""
         return self._shared_state != {}
+
+    @property
+    def debug(self) -> bool:
+        """Return whether collectives compare their arguments between processes first; it can be set, on all of them."""
+        return bool(current.PARTIAL.get("debug", False))
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        PartialState().debug = value
 
     @property
     def fork_launched(self) -> bool:

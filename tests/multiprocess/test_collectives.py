@@ -16,12 +16,14 @@ from tests.support.processes import ProcessGroupFailure, run_group
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from accelerate import Accelerator, PartialState
 from accelerate._base.errors import DistributedOperationException, WrongTypeError
 from accelerate._base.helpers import reset_warnings
 from accelerate.collectives import checked, ops
 from accelerate.collectives.base import communicator
 from accelerate.collectives.metrics import gather_for_metrics_rows, weighted_mean
 from accelerate.runtime import current
+from accelerate.state import AcceleratorState
 
 pytestmark = pytest.mark.multiprocess
 
@@ -335,6 +337,30 @@ def test_checked_mode_names_what_differs_on_every_rank() -> None:
         lines = Path(__file__).read_text().splitlines()
         line = next(number for number, text in enumerate(lines, 1) if '"shape": lambda' in text)
         assert f"rank 1: {__file__}:{line}" in messages["shape"]
+
+
+def switch_by_the_program() -> list[str]:
+    """Set the mode through each of the objects that show it, and switch it off again."""
+    accelerator = Accelerator()
+    states: list[Any] = [PartialState(), AcceleratorState(), accelerator.state]
+    raised = []
+    for state in states:
+        state.debug = True
+        assert all(other.debug for other in states)
+        with pytest.raises(DistributedOperationException) as caught:
+            accelerator.reduce(torch.ones(2 + rank()))
+        raised.append(str(caught.value))
+        state.debug = False
+        assert not any(other.debug for other in states)
+        assert accelerator.reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+    return raised
+
+
+def test_a_program_may_switch_the_checked_mode() -> None:
+    first, second = run_group(switch_by_the_program, 2)
+    assert first == second
+    assert len(first) == 3
+    assert all("rank 0 has (2,), rank 1 has (3,)" in message for message in first)
 
 
 def fail_on_the_last_rank() -> None:

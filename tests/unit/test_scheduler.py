@@ -32,3 +32,34 @@ def test_a_schedule_of_its_own_pace_steps_whenever_it_is_called() -> None:
         optimizer.optimizer.step()
         scheduler.step()
     assert scheduler.get_last_lr() == [0.5]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_one_cycle_schedule_stays_at_its_end(steps: int) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = torch.nn.Linear(1, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(inner, max_lr=1.0, total_steps=3)
+    model, optimizer, scheduler = accelerator.prepare(model, inner, cycle)
+    rates = []
+    for _ in range(5 * steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            rates.append(scheduler.get_last_lr()[0])
+    assert rates == pytest.approx([0.46264, 0.0, 0.46264, 0.46264, 0.46264], abs=1e-5)  # as release 1.15 has them
+
+
+def test_by_hand_a_one_cycle_schedule_ends_as_torch_ends_it() -> None:
+    accelerator = Accelerator(step_scheduler_with_optimizer=False)
+    optimizer, _ = scheduled()
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=3)
+    optimizer, scheduler = accelerator.prepare(optimizer, cycle)
+    optimizer.step()
+    for _ in range(3):
+        scheduler.step()
+    with pytest.raises(ValueError, match="Tried to step 4 times"):
+        scheduler.step()

@@ -65,20 +65,23 @@ class Runtime(Topology):
 
     Args:
         group_backend: The backend of the process group, None when the process is alone.
-        checked: Whether collectives compare their arguments across ranks first.
         reason: Why this device was chosen.
     """
 
     device: torch.device
     backend: DeviceBackend
     group_backend: str | None
-    checked: bool
     reason: str
     is_distributed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "is_distributed", self.world_size > 1)
+
+    @property
+    def checked(self) -> bool:
+        """Whether collectives compare their arguments across ranks first: a program may switch it by `state.debug`."""
+        return bool(PARTIAL.get("debug", False))
 
 
 def active() -> Runtime | None:

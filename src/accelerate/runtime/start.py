@@ -46,14 +46,13 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) 
         device=device,
         backend=backend,
         group_backend=group_backend,
-        checked=env.flag("ACCELERATE_DEBUG_MODE"),
         reason=choice.reason,
     )
     current.install(
         started,
         **group,
         _cpu=cpu,
-        debug=started.checked,
+        debug=env.flag("ACCELERATE_DEBUG_MODE"),
         device=device,
         distributed_type=backend.label if started.is_distributed else DistributedType.NO,
         fork_launched=env.flag("FORK_LAUNCHED"),

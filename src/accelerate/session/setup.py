@@ -46,7 +46,6 @@ _LOG = logging.getLogger(__name__)
 PROCESS_FACTS = (
     "_cpu",
     "backend",
-    "debug",
     "device",
     "distributed_type",
     "local_process_index",
