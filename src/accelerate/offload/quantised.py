@@ -13,7 +13,7 @@ from accelerate._base.imports import is_4bit_bnb_available, is_8bit_bnb_availabl
 from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
 from accelerate.offload.memory import Dtype
-from accelerate.offload.places import DISK, HOST, META, Place, check_device_map, is_offload
+from accelerate.offload.places import DISK, HOST, META, Place, as_device, check_device_map, is_offload
 from accelerate.offload.plan import auto_device_map
 from accelerate.offload.store import offload_weight, scales_name
 from accelerate.offload.stored import FilePath
@@ -216,6 +216,31 @@ def quantize_and_offload_8bit(
     if isinstance(scales, torch.Tensor):
         offload_weight(scales, scales_name(param_name), offload_folder, offload_index)
     set_module_tensor_to_device(model, param_name, META, dtype=new_dtype)
+
+
+def check_places(model: nn.Module, device: torch.device) -> None:
+    """Refuse a quantised model that is offloaded, or that lies on another device than the process that prepares it.
+
+    Raises:
+        ConfigurationError: Its weights in few bits cannot be brought back or moved while it trains.
+    """
+    places = getattr(model, "hf_device_map", None) or {}
+    kinds = {str(place) for place in places.values()}
+    given = f"This {type(model).__name__} in 8 or 4 bits has hf_device_map={dict(places)!r}"
+    if DISK in kinds or (HOST in kinds and (len(kinds) > 1 or device.type != HOST)):
+        raise ConfigurationError(
+            f"{given}: modules on the CPU or the disk are offloaded, and quantised weights that are offloaded cannot be "
+            "trained. Load the model whole on the device of the process."
+        )
+    if len(kinds) != 1 or device.type == HOST:
+        return
+    found = as_device(next(iter(places.values())))
+    if (found.type, found.index or 0) != (device.type, device.index or 0):
+        raise ConfigurationError(
+            f"{given}, and this process trains on {str(device)!r}: quantised weights stay on the device that they were "
+            f"loaded to. Load it with device_map={{'': PartialState().device}}, or device_map={{'': "
+            "Accelerator().local_process_index}."
+        )
 
 
 def kept_modules(model: nn.Module, config: BnbQuantizationConfig) -> list[str]:

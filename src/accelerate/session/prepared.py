@@ -220,6 +220,10 @@ class Preparer:
                 f"This {type(model).__name__} was already prepared: wrapping it again would average its gradients twice. "
                 "Use the object that prepare() returned."
             )
+        if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
+            from accelerate.offload.quantised import check_places
+
+            check_places(model, self.run.runtime.device)
         is_split = self.run.runtime.is_distributed and has_device_map(model)
         if is_split and env.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") != "true":
             raise ConfigurationError(

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
+from accelerate.offload.quantised import check_places
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import current
 from accelerate.scheduler import AcceleratedScheduler
@@ -115,6 +117,55 @@ def test_an_optimizer_of_replaced_parameters_is_refused_and_nothing_was_touched(
     assert len(accelerator._models) == 1
     assert not accelerator._dataloaders
     assert not hasattr(other, "_is_accelerate_prepared")
+
+
+SPREAD = [{"0": "cpu", "1": "disk"}, {"": "disk"}, {"0": 0, "1": "cpu"}]
+
+
+def quantised(bits: int, places: dict[str, Any] | None) -> Any:
+    """Return a model that says what Transformers' quantised models say of themselves."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    setattr(model, f"is_loaded_in_{bits}bit", True)
+    if places is not None:
+        model.hf_device_map = places
+    return model
+
+
+@pytest.mark.parametrize("places", SPREAD, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_model_that_is_offloaded_is_refused(bits: int, places: dict[str, Any]) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ConfigurationError, match=r"hf_device_map=.*are offloaded"):
+        accelerator.prepare(quantised(bits, places))
+    with pytest.raises(ConfigurationError, match="are offloaded"):
+        accelerator.prepare_model(quantised(bits, places), evaluation_mode=True)
+    plain: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    plain.hf_device_map = places
+    assert accelerator.prepare(plain) is plain
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, {"": torch.device("cpu")}, {"0": "cpu", "1": "cpu"}], ids=str)
+def test_a_quantised_model_on_the_device_of_the_process_is_prepared(places: dict[str, Any] | None) -> None:
+    model = quantised(4, places)
+    assert Accelerator().prepare(model) is model
+
+
+@pytest.mark.parametrize(
+    ("places", "refused"),
+    [
+        ({"": torch.device("cuda:1")}, None),
+        ({"": "cuda:1"}, None),
+        ({"0": "cuda:1", "1": torch.device("cuda:1")}, None),
+        ({"0": "cuda:0", "1": "cuda:1"}, None),  # spread over accelerators, for one process
+        ({"": torch.device("cuda:0")}, "trains on 'cuda:1'"),
+        ({"": "cuda"}, "trains on 'cuda:1'"),
+        ({"": "cpu"}, "are offloaded"),
+    ],
+    ids=str,
+)
+def test_a_quantised_model_has_to_lie_on_the_device_of_its_process(places: dict[str, Any], refused: str | None) -> None:
+    with pytest.raises(ConfigurationError, match=refused) if refused else nullcontext():
+        check_places(quantised(8, places), torch.device("cuda:1"))
 
 
 def test_the_single_preparers() -> None:
