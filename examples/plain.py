@@ -1,4 +1,4 @@
-"""Train a small network on scikit-learn's digits."""
+"""Train a small CNN on scikit-learn's digits."""
 
 import argparse
 
@@ -10,10 +10,25 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    images, labels = load_digits(return_X_y=True)
-    images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
-    train, test, train_labels, test_labels = train_test_split(images, labels, test_size=0.2, random_state=0)
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    train, test, train_labels, test_labels = train_test_split(
+        images, torch.tensor(labels), test_size=0.2, random_state=0
+    )
     return TensorDataset(train, train_labels), TensorDataset(test, test_labels)
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(32 * 4 * 4, 10),
+    )
 
 
 def main(epochs: int = 5) -> float:
@@ -23,7 +38,7 @@ def main(epochs: int = 5) -> float:
     train_loader = DataLoader(train, batch_size=16, shuffle=True)
     test_loader = DataLoader(test, batch_size=64)
 
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    model = build_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=epochs * len(train_loader))
 

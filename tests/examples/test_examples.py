@@ -68,8 +68,9 @@ def test_the_twins_agree_on_one_process_and_both_learn_on_two() -> None:
     one = numbers(pattern, start_example("accelerated", 1, "--epochs", "3"))
     two = numbers(pattern, start_example("accelerated", 2, "--epochs", "3"))
     assert one[1] == two[1] == plain[1] == 360
-    assert one[0] == pytest.approx(plain[0], abs=0.03)
-    assert min(plain[0], one[0], two[0]) > 0.85
+    # Converting changes no number.
+    assert one == plain
+    assert min(one[0], two[0]) > 0.9
 
 
 def test_the_converted_twin_runs_through_debug_launcher() -> None:
