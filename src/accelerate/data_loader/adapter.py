@@ -68,6 +68,11 @@ class DataLoaderStateMixin:
     remainder: int = -1
     _drop_last: bool = False
 
+    @property
+    def gradient_state(self) -> GradientState:
+        """The gradient clock that reads the flags."""
+        return GradientState()
+
     def reset(self) -> None:
         """Put the flags back to what they are before a pass."""
         self.end_of_dataloader = False

@@ -27,7 +27,7 @@ from accelerate.data_loader.draws import nested_samplers
 from accelerate.data_loader.order import length_of
 from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
-from accelerate.data_loader.samplers import data_shard, outer_batch_sampler, skipped_batches
+from accelerate.data_loader.samplers import data_shard, known_size, outer_batch_sampler, skipped_batches
 from accelerate.runtime import current
 
 
@@ -276,8 +276,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples of a step over all processes."""
-        size: int = outer_batch_sampler(self.base_dataloader).batch_size
-        return size * self._batches_per_step
+        return known_size(outer_batch_sampler(self.base_dataloader).batch_size) * self._batches_per_step
 
     @property
     def total_dataset_length(self) -> int:

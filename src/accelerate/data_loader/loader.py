@@ -27,6 +27,7 @@ from accelerate.data_loader.samplers import (
     copy_loader,
     copy_with,
     copy_with_batch_sampler,
+    known_size,
     outer_batch_sampler,
     skipped_batches,
 )
@@ -54,7 +55,7 @@ class PlainSource(DataSource):
     @property
     def total_batch_size(self) -> int:
         """Samples of a step over all processes."""
-        size: int = self.loader.batch_size if self.sampler is None else self.sampler.batch_size
+        size = known_size(self.loader.batch_size if self.sampler is None else self.sampler.batch_size)
         if getattr(self.sampler, "split_batches", False):
             return size
         return size * (self.divided_by or getattr(self.sampler, "num_processes", 1))
@@ -361,8 +362,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples of a step."""
-        size: int = self.base_dataloader.batch_size
-        return size
+        return known_size(self.base_dataloader.batch_size)
 
     @property
     def total_dataset_length(self) -> int:

@@ -85,6 +85,13 @@ def copy_with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:
     return copy_loader(loader, **{"sampler" if is_given_as_sampler else "batch_sampler": batch_sampler})
 
 
+def known_size(batch_size: int | None) -> int:
+    """Return the size of a batch; where it is not known there is no such attribute, so `getattr` gives its default."""
+    if batch_size is None:
+        raise AttributeError("This loader has no batch_size, so the size of its batches is not known before they come.")
+    return batch_size
+
+
 def check_splittable(batch_size: int | None, num_processes: int) -> None:
     """Refuse to split batches of a size that is unknown or no multiple of the number of processes.
 
@@ -150,7 +157,7 @@ class BatchSamplerShard(BatchSampler, DataSource):
     @property
     def total_batch_size(self) -> int:
         """Samples of a round over all processes."""
-        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        return known_size(self.batch_size) * (1 if self.split_batches else self.num_processes)
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]

@@ -39,6 +39,27 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
+OPTIONS: list[dict[str, Any]] = [{}, {"dispatch_batches": True}, {"num_processes": 2, "process_index": 0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_loader_shows_the_clock(options: dict[str, Any]) -> None:
+    for loader in (DataLoader(range(7)), DataLoader(Stream())):
+        assert prepare_data_loader(loader, put_on_device=True, **options).gradient_state.sync_gradients
+    assert isinstance(skip_first_batches(DataLoader(Stream()), 1).gradient_state, GradientState)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_loader_without_a_batch_size_has_no_total(options: dict[str, Any]) -> None:
+    for loader in (DataLoader(range(7), batch_size=None), DataLoader(range(7), batch_sampler=[[0, 1], [2, 3, 4]])):
+        prepared = prepare_data_loader(loader, put_on_device=True, **options)
+        assert getattr(prepared, "total_batch_size", None) is None
+        assert not hasattr(prepared, "total_batch_size")
+    assert not hasattr(skip_first_batches(DataLoader(Stream(), batch_size=None), 1), "total_batch_size")
+    whole = prepare_data_loader(DataLoader(range(8), batch_size=2), put_on_device=True, **options)
+    assert whole.total_batch_size == 2 * options.get("num_processes", 1)
+
+
 def test_flags_during_and_after_the_loop() -> None:
     loader = prepare_data_loader(DataLoader(range(7), batch_size=2))
     clock = GradientState()
