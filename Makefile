@@ -6,6 +6,7 @@
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
 #   make coverage the lines that no test reaches, as a report and in htmlcov/
 #   make bench    speed beside plain PyTorch and the previous major release
+#   make bench-clients  programs of Transformers, Diffusers and others on both packages, value by value
 #   make pages    rewrite what tools write into README.md and the documentation
 #   make docs     the documentation as a site in site/
 #   make format   rewrite the code in the house format
@@ -15,6 +16,8 @@ PYTHON ?= python3
 VENV := .venv
 REFERENCE_VENV := .venv-reference
 REFERENCE_PACKAGES := accelerate==1.15.0 lightning-fabric==2.6.6 torchdata
+# What the programs of tests/clients/programs import.
+CLIENT_PACKAGES := datasets diffusers peft scikit-learn sentence-transformers tensorboard transformers trl
 BIN := $(VENV)/bin
 export NO_MKDOCS_2_WARNING := 1
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -26,7 +29,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick check coverage bench pages walks docs format clean unit-tests group-tests
+.PHONY: demo test quick check coverage bench bench-clients pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -46,6 +49,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
 $(REFERENCE_VENV)/.ready: constraints.txt
 	$(PYTHON) -m venv $(REFERENCE_VENV)
 	$(REFERENCE_VENV)/bin/python $(PIP_INSTALL) $(REFERENCE_PACKAGES)
+	touch $@
+
+$(REFERENCE_VENV)/.clients: $(REFERENCE_VENV)/.ready
+	$(REFERENCE_VENV)/bin/python $(PIP_INSTALL) $(CLIENT_PACKAGES)
 	touch $@
 
 # --- targets ---------------------------------------------------------------------------------------------------------
@@ -102,6 +109,9 @@ bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
+
+bench-clients: $(VENV)/.dev $(REFERENCE_VENV)/.clients
+	$(BIN)/python -m tools.compare_clients --reference $(REFERENCE_VENV)/bin/python
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

@@ -9,8 +9,8 @@ import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
+from shared import files_of, fingerprint, run
 from sklearn.datasets import load_digits
-from tiny import files, run
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
@@ -98,12 +98,11 @@ def train(folder: Path, steps: int, resume: bool) -> dict[str, Any]:
                 break
     if resume:
         accelerator.end_training()
-    weights = torch.cat([weight.detach().flatten() for weight in accelerator.unwrap_model(model).parameters()])
-    return {"losses": losses, "weights": weights.double().sum().item(), "model": accelerator.unwrap_model(model)}
+    trained = accelerator.unwrap_model(model)
+    return {"losses": losses, "weights": fingerprint(trained), "model": trained}
 
 
 def main(folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
     straight = train(folder, 6, resume=False)
     resumed = train(folder, 6, resume=True)
     pipeline = DDPMPipeline(straight.pop("model"), DDPMScheduler(num_train_timesteps=50))
@@ -114,8 +113,8 @@ def main(folder: Path) -> dict[str, Any]:
         "straight": straight,
         "resumed": resumed,
         "image": float(image.sum()),
-        "files": files(folder / "checkpoint"),
-        "logs": len(files(folder / "logs")) > 0,
+        "files": files_of(folder / "checkpoint"),
+        "logs": len(files_of(folder / "logs")) > 0,
     }
 
 

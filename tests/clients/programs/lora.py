@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import files, make_llama, make_tokenizer, run, sentences
+from shared import files_of, run, sentences, tiny_llama, tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
@@ -25,19 +25,17 @@ PLACES: dict[str, Any] = {
 
 
 def main(folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-    tokenizer = make_tokenizer()
     # Each process has a copy of its own: PEFT writes into the files of a base whose weights stay on the disk.
     if accelerator.is_main_process:
-        make_llama().save_pretrained(folder / "base")
+        tiny_llama().save_pretrained(folder / "base")
     accelerator.wait_for_everyone()
     base = folder / f"base-{accelerator.process_index}"
     shutil.copytree(folder / "base", base)
     set_seed(0)
-    model = get_peft_model(make_llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "lm_head"]))
+    model = get_peft_model(tiny_llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "lm_head"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
-    texts = tokenizer(sentences(40), return_tensors="pt", padding=True)["input_ids"]
+    texts = tokenizer()(sentences(40), return_tensors="pt", padding=True)["input_ids"]
     loader = DataLoader(texts, batch_size=4, shuffle=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
@@ -66,7 +64,7 @@ def main(folder: Path) -> dict[str, Any]:
         "losses": losses,
         "difference": (expected - found).abs().max().item(),
         "tokens": tokens,
-        "files": files(folder / "adapter"),
+        "files": files_of(folder / "adapter"),
     }
 
 

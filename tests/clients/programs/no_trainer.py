@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import torch
-from shared import files_of, fingerprint, labelled_rows, output_folder, tiny_bert, tokenizer, write_results
+from shared import files_of, fingerprint, labelled_rows, run, tiny_bert, tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, get_scheduler
 
@@ -61,14 +61,14 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     return {"accuracy": sum(right) / len(right), "loss": torch.cat(losses).mean().item(), "labels": labels}
 
 
-def train(output: Path, resume: Path | None = None, seed: int = 0, own_generator: bool = True) -> dict[str, Any]:
+def train(folder: Path, resume: Path | None = None, seed: int = 0, own_generator: bool = True) -> dict[str, Any]:
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=ACCUMULATION, log_with="tensorboard", project_dir=str(output)
+        cpu=True, gradient_accumulation_steps=ACCUMULATION, log_with="tensorboard", project_dir=str(folder)
     )
     logger.info(accelerator.state, main_process_only=False)
     set_seed(seed)
     accelerator.wait_for_everyone()
-    model = tiny_bert()
+    model = tiny_bert(seed)
     train_loader, evaluation_loader = make_loaders(own_generator)
     optimizer = make_optimizer(model)
     steps_per_epoch = math.ceil(len(train_loader) / ACCUMULATION)
@@ -105,33 +105,30 @@ def train(output: Path, resume: Path | None = None, seed: int = 0, own_generator
                 found["rates"].append(scheduler.get_last_lr()[0])
         found["evaluations"].append(evaluate(accelerator, model, evaluation_loader))
         accelerator.log({"train_loss": total.item() / len(train_loader), "epoch": epoch}, step=epoch)
-        accelerator.save_state(str(output / f"epoch_{epoch}"))
+        accelerator.save_state(str(folder / f"epoch_{epoch}"))
     accelerator.wait_for_everyone()
     unwrapped = accelerator.unwrap_model(model)
     unwrapped.save_pretrained(
-        output / "final",
+        folder / "final",
         is_main_process=accelerator.is_main_process,
         save_function=accelerator.save,
         state_dict=accelerator.get_state_dict(model),
     )
     accelerator.wait_for_everyone()
     found["weights"] = fingerprint(unwrapped)
-    found["loaded"] = fingerprint(AutoModelForSequenceClassification.from_pretrained(output / "final"))
-    found["files"] = [name for name in files_of(output) if "tfevents" not in name and not name.endswith("hparams.yml")]
+    found["loaded"] = fingerprint(AutoModelForSequenceClassification.from_pretrained(folder / "final"))
+    found["files"] = [name for name in files_of(folder) if "tfevents" not in name and not name.endswith("hparams.yml")]
     accelerator.wait_for_everyone()
     return found
 
 
-def main() -> None:
-    options = output_folder()
-    folder = options.output
-    parts = {
+def main(folder: Path) -> dict[str, Any]:
+    return {
         "straight": train(folder / "straight"),
         "resumed": train(folder / "resumed", folder / "straight" / "epoch_0", seed=1),
         "order from the global random state": train(folder / "global", own_generator=False),
     }
-    write_results(options.output, parts)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

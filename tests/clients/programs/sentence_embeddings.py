@@ -5,40 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from tiny import files, history, make_tokenizer, run, sentences
-from transformers import BertConfig, BertModel, set_seed
+from shared import bert_config, files_of, history, run, sentences, tokenizer
+from transformers import BertModel, set_seed
 
 from accelerate import PartialState
 
 
 def make_model(folder: Path) -> SentenceTransformer:
     """Return a tiny encoder with pooling, from a local folder."""
-    tokenizer = make_tokenizer()
     with PartialState(cpu=True).main_process_first():
         if not folder.exists():
             set_seed(0)
-            config = BertConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=64,
-                max_position_embeddings=32,
-            )
-            BertModel(config).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    encoder = Transformer(str(folder), max_seq_length=16)
+            BertModel(bert_config(dropout=0.1)).save_pretrained(folder)
+            tokenizer().save_pretrained(folder)
+    encoder = Transformer(str(folder), max_seq_length=12)
     return SentenceTransformer(modules=[encoder, Pooling(32)], device="cpu")
 
 
 def main(folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
     count = 40
     first, second = sentences(count, seed=1), sentences(count, seed=2)
     scores = [float(one.split()[0] == other.split()[0]) for one, other in zip(first, second, strict=True)]
@@ -61,12 +50,12 @@ def main(folder: Path) -> dict[str, Any]:
     )
     trainer.train()
     evaluated = EmbeddingSimilarityEvaluator(first, second, scores)(model)
-    found: dict[str, Any] = {"losses": history(trainer), "evaluated": evaluated}
+    found: dict[str, Any] = {**history(trainer, "loss"), "evaluated": evaluated}
     if PartialState().is_main_process:
         model.save(str(folder / "saved"))
         again = SentenceTransformer(str(folder / "saved"), device="cpu")
         found["same"] = bool((model.encode(first) == again.encode(first)).all())
-        found["files"] = files(folder / "saved")
+        found["files"] = files_of(folder / "saved")
     return found
 
 

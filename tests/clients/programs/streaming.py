@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from shared import run
 from sklearn.datasets import load_digits
-from tiny import run
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -60,7 +60,6 @@ def train(data: Any, dispatch: bool | None) -> dict[str, Any]:
 
 
 def main(folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
     found = {}
     for name, data in datasets().items():
         found[name] = train(data, None)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shared import counting_rows, fingerprint, history, output_folder, tiny_llama, tokenizer, write_results
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, set_seed
+from shared import counting_rows, fingerprint, history, run, tiny_llama, tokenizer
+from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 TRAIN, EVALUATION = counting_rows(90, seed=7), counting_rows(21, seed=8)
 
 
 def make_trainer(folder: Path, **more: Any) -> Trainer:
-    set_seed(0)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -47,19 +46,16 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    options = output_folder()
-    output = options.output
+def main(folder: Path) -> dict[str, Any]:
     counting = {"include_num_input_tokens_seen": "all"}
-    parts = {
-        "tokens over all processes": outcome(make_trainer(output / "all", **counting)),
+    return {
+        "tokens over all processes": outcome(make_trainer(folder / "all", **counting)),
         "tokens of each process": outcome(
-            make_trainer(output / "each", average_tokens_across_devices=False, **counting)
+            make_trainer(folder / "each", average_tokens_across_devices=False, **counting)
         ),
-        "bf16": outcome(make_trainer(output / "bf16", bf16=True, gradient_checkpointing=True)),
+        "bf16": outcome(make_trainer(folder / "bf16", bf16=True, gradient_checkpointing=True)),
     }
-    write_results(output, parts)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,12 +12,11 @@ from shared import (
     fingerprint,
     history,
     labelled_rows,
-    output_folder,
+    run,
     tiny_bert,
     tokenizer,
-    write_results,
 )
-from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 TRAIN, EVALUATION = labelled_rows(90, seed=7), labelled_rows(21, seed=8)
 
@@ -60,7 +59,6 @@ def make_trainer(
     dropout: float = 0.0,
     **more: Any,
 ) -> Trainer:
-    set_seed(seed)
     padding: dict[str, Any] = {"padding": "max_length", "max_length": LENGTH} if equal_lengths else {}
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -75,7 +73,7 @@ def make_trainer(
         **more,
     }
     return Trainer(
-        model=tiny_bert(dropout),
+        model=tiny_bert(seed, dropout),
         args=TrainingArguments(output_dir=str(folder), **arguments),
         train_dataset=TRAIN,
         eval_dataset=EVALUATION,
@@ -94,7 +92,7 @@ def outcome(trainer: Trainer, trained: Any, **more: Any) -> dict[str, Any]:
     }
 
 
-def straight_and_resumed(output: Path) -> dict[str, Any]:
+def straight_and_resumed(folder: Path) -> dict[str, Any]:
     """Train with evaluation and length groups, then again from a checkpoint in the middle of an epoch."""
     options: dict[str, Any] = {
         "train_sampling_strategy": "group_by_length",
@@ -106,7 +104,7 @@ def straight_and_resumed(output: Path) -> dict[str, Any]:
         "metric_for_best_model": "loss",
     }
     events = Events()
-    trainer = make_trainer(output / "straight", events, **options)
+    trainer = make_trainer(folder / "straight", events, **options)
     trained = trainer.train()
     predicted = trainer.predict(EVALUATION)
     parts = {
@@ -120,57 +118,54 @@ def straight_and_resumed(output: Path) -> dict[str, Any]:
         )
     }
     trainer.accelerator.wait_for_everyone()
-    parts["straight files"] = {"files": files_of(output / "straight")}
+    parts["straight files"] = {"files": files_of(folder / "straight")}
     # Other weights and another random state: everything must come from the checkpoint.
-    resumed = make_trainer(output / "straight", seed=1, **options)
-    trained = resumed.train(resume_from_checkpoint=str(output / "straight" / "checkpoint-8"))
+    resumed = make_trainer(folder / "straight", seed=1, **options)
+    trained = resumed.train(resume_from_checkpoint=str(folder / "straight" / "checkpoint-8"))
     parts["resumed"] = outcome(resumed, trained)
     return parts
 
 
-def batch_size_is_found(output: Path) -> dict[str, Any]:
+def batch_size_is_found(folder: Path) -> dict[str, Any]:
     pressure = OutOfMemoryOnce(fits=8)
     trainer = make_trainer(
-        output / "auto", pressure, per_device_train_batch_size=32, auto_find_batch_size=True, max_steps=6
+        folder / "auto", pressure, per_device_train_batch_size=32, auto_find_batch_size=True, max_steps=6
     )
     trained = trainer.train()
     return outcome(trainer, trained, tried=pressure.tried)
 
 
-def shared_batches(output: Path, **config: Any) -> dict[str, Any]:
+def shared_batches(folder: Path, **config: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"accelerator_config": config, "max_steps": 8, "gradient_accumulation_steps": 2}
-    trainer = make_trainer(output / "shared", equal_lengths=True, **options)
+    trainer = make_trainer(folder / "shared", equal_lengths=True, **options)
     trained = trainer.train()
     return outcome(trainer, trained, evaluated=trainer.evaluate()["eval_loss"])
 
 
-def with_dropout(output: Path, order: str) -> dict[str, Any]:
-    trainer = make_trainer(output / "dropout", dropout=0.1, train_sampling_strategy=order)
+def with_dropout(folder: Path, order: str) -> dict[str, Any]:
+    trainer = make_trainer(folder / "dropout", dropout=0.1, train_sampling_strategy=order)
     return outcome(trainer, trainer.train())
 
 
-def compiled(output: Path) -> dict[str, Any]:
+def compiled(folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
-    trainer = make_trainer(output / "compiled", equal_lengths=True, **options)
+    trainer = make_trainer(folder / "compiled", equal_lengths=True, **options)
     trained = trainer.train()
     return outcome(trainer, trained, compiled=isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule))
 
 
-def main() -> None:
-    options = output_folder()
-    output = options.output
-    parts = {
-        **straight_and_resumed(output),
-        "auto_find_batch_size": batch_size_is_found(output),
-        "split_batches": shared_batches(output, split_batches=True),
-        "dispatch_batches": shared_batches(output, dispatch_batches=True),
-        "seedable sampler": shared_batches(output, use_seedable_sampler=True),
-        "dropout": with_dropout(output, "random"),
-        "dropout and length groups": with_dropout(output, "group_by_length"),
-        "torch_compile": compiled(output),
+def main(folder: Path) -> dict[str, Any]:
+    return {
+        **straight_and_resumed(folder),
+        "auto_find_batch_size": batch_size_is_found(folder),
+        "split_batches": shared_batches(folder, split_batches=True),
+        "dispatch_batches": shared_batches(folder, dispatch_batches=True),
+        "seedable sampler": shared_batches(folder, use_seedable_sampler=True),
+        "dropout": with_dropout(folder, "random"),
+        "dropout and length groups": with_dropout(folder, "group_by_length"),
+        "torch_compile": compiled(folder),
     }
-    write_results(output, parts)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

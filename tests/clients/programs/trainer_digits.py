@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from shared import Rows, files_of, fingerprint, history, output_folder, write_results
+from shared import Rows, files_of, fingerprint, history, run
 from sklearn.datasets import load_digits
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
@@ -36,8 +37,7 @@ def accuracy(evaluated: Any) -> dict[str, float]:
     return {"accuracy": float((evaluated.predictions.argmax(-1) == evaluated.label_ids).mean())}
 
 
-def main() -> None:
-    options = output_folder()
+def main(folder: Path) -> dict[str, Any]:
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(data.target)
@@ -45,7 +45,7 @@ def main() -> None:
     trainer = Trainer(
         model=DigitsCNN(),
         args=TrainingArguments(
-            output_dir=str(options.output / "run"),
+            output_dir=str(folder / "run"),
             num_train_epochs=2,
             per_device_train_batch_size=64,
             per_device_eval_batch_size=64,
@@ -62,7 +62,7 @@ def main() -> None:
         compute_metrics=accuracy,
     )
     trained = trainer.train()
-    trainer.save_model(str(options.output / "final"))
+    trainer.save_model(str(folder / "final"))
     parts = {
         "training": {
             **history(trainer, "loss", "learning_rate", "grad_norm", "eval_loss", "eval_accuracy"),
@@ -73,9 +73,9 @@ def main() -> None:
         },
     }
     trainer.accelerator.wait_for_everyone()
-    parts["files"] = {"run": files_of(options.output / "run"), "final": files_of(options.output / "final")}
-    write_results(options.output, parts)
+    parts["files"] = {"run": files_of(folder / "run"), "final": files_of(folder / "final")}
+    return parts
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy
-from shared import VOCABULARY, Rows, counting_rows, fingerprint, history, output_folder, tokenizer, write_results
+from shared import VOCABULARY, Rows, counting_rows, fingerprint, history, run, tokenizer
 from transformers import (
     DataCollatorForSeq2Seq,
     Seq2SeqTrainer,
@@ -44,15 +45,14 @@ def right_tokens(evaluated: Any) -> dict[str, float]:
     return {"right": float((predicted[:, 1 : width + 1] == labels[:, :width]).mean())}
 
 
-def main() -> None:
-    options = output_folder()
+def main(folder: Path) -> dict[str, Any]:
     set_seed(0)
     model = tiny_t5()
     evaluation = reversed_rows(21, seed=8)
     trainer = Seq2SeqTrainer(
         model=model,
         args=Seq2SeqTrainingArguments(
-            output_dir=str(options.output / "run"),
+            output_dir=str(folder / "run"),
             per_device_train_batch_size=8,
             per_device_eval_batch_size=4,
             num_train_epochs=3,
@@ -74,7 +74,7 @@ def main() -> None:
     )
     trained = trainer.train()
     predicted = trainer.predict(evaluation, num_beams=2)
-    parts = {
+    return {
         "training": {
             **history(trainer, "loss", "eval_loss", "eval_right"),
             "steps": trained.global_step,
@@ -86,8 +86,7 @@ def main() -> None:
             "metrics": {name: predicted.metrics[name] for name in ("test_loss", "test_right")},
         },
     }
-    write_results(options.output, parts)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

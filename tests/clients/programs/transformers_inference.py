@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import output_folder, tiny_llama, tokenizer, write_results
+from shared import WORDS, run, tiny_llama, tokenizer
 from transformers import AutoModelForCausalLM, pipeline
 
 from accelerate import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
@@ -33,7 +33,7 @@ def generated(model: Any) -> dict[str, Any]:
 def pipelines(folder: Path) -> dict[str, Any]:
     generate = pipeline("text-generation", model=str(folder), device_map="auto")
     options = {"max_new_tokens": 6, "do_sample": False}
-    texts = generate(["w1 w4 w7", "w2 w5"], **options)
+    texts = generate([" ".join(WORDS[1:10:3]), " ".join(WORDS[2:8:3])], **options)
     return {"texts": [text[0]["generated_text"] for text in texts]}
 
 
@@ -85,20 +85,17 @@ def saved_again(folder: Path, output: Path) -> dict[str, Any]:
     return {**generated(again), "files": sorted(path.name for path in (output / "saved again").iterdir())}
 
 
-def main() -> None:
-    options = output_folder()
-    folder = options.output / "model"
-    torch.manual_seed(0)
-    tiny_llama(num_hidden_layers=4).save_pretrained(folder, max_shard_size="30KB")
-    tokenizer().save_pretrained(folder)
-    parts = {
-        "pipeline": pipelines(folder),
-        **placed(folder, options.output),
-        **by_hand(folder, options.output),
-        "saved again": saved_again(folder, options.output),
+def main(folder: Path) -> dict[str, Any]:
+    model = folder / "model"
+    tiny_llama(num_hidden_layers=4).save_pretrained(model, max_shard_size="30KB")
+    tokenizer().save_pretrained(model)
+    return {
+        "pipeline": pipelines(model),
+        **placed(model, folder),
+        **by_hand(model, folder),
+        "saved again": saved_again(model, folder),
     }
-    write_results(options.output, parts)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

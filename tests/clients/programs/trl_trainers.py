@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
-from tiny import files, history, make_llama, make_tokenizer, run, sentences
-from transformers import LlamaConfig, LlamaForSequenceClassification, set_seed
+from shared import files_of, history, llama_config, run, sentences, tiny_llama, tokenizer
+from transformers import LlamaForSequenceClassification, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from accelerate import PartialState
@@ -37,11 +36,11 @@ def supervised(folder: Path) -> dict[str, Any]:
     config = SFTConfig(**options(folder, max_length=16, packing=False, eval_strategy="steps", eval_steps=4))
     rows = Dataset.from_dict({"text": sentences(40)})
     trainer = SFTTrainer(
-        make_llama(), config, train_dataset=rows, eval_dataset=rows.select(range(9)), processing_class=make_tokenizer()
+        tiny_llama(), config, train_dataset=rows, eval_dataset=rows.select(range(9)), processing_class=tokenizer()
     )
     trainer.train()
     trainer.save_model()
-    return {"losses": history(trainer), "evaluated": history(trainer, "eval_loss"), "files": files(folder)}
+    return {**history(trainer, "loss", "eval_loss"), "files": files_of(folder)}
 
 
 def pairs(count: int) -> Dataset:
@@ -51,14 +50,14 @@ def pairs(count: int) -> Dataset:
 
 def preferences(folder: Path) -> dict[str, Any]:
     trainer = DPOTrainer(
-        make_llama(),
-        ref_model=make_llama(),
+        tiny_llama(),
+        ref_model=tiny_llama(),
         args=DPOConfig(**options(folder, max_length=24)),
         train_dataset=pairs(24),
-        processing_class=make_tokenizer(),
+        processing_class=tokenizer(),
     )
     trainer.train()
-    return {"losses": history(trainer), "margins": history(trainer, "rewards/margins")}
+    return history(trainer, "loss", "rewards/margins")
 
 
 def short_words(completions: list[str], **_: Any) -> list[float]:
@@ -74,29 +73,26 @@ def rewards(folder: Path) -> dict[str, Any]:
     model = folder.parent / "model"
     with PartialState(cpu=True).main_process_first():
         if not model.exists():
-            make_llama().save_pretrained(model)
+            tiny_llama().save_pretrained(model)
     set_seed(2)
-    trainer = GRPOTrainer(str(model), short_words, args=config, train_dataset=rows, processing_class=make_tokenizer())
+    trainer = GRPOTrainer(str(model), short_words, args=config, train_dataset=rows, processing_class=tokenizer())
     trainer.train()
-    return {"losses": history(trainer), "rewards": history(trainer, "reward")}
+    return history(trainer, "loss", "reward")
 
 
 def reward_model(folder: Path) -> dict[str, Any]:
     set_seed(0)
-    llama = make_llama().config
-    model = LlamaForSequenceClassification(LlamaConfig(**(llama.to_dict() | {"num_labels": 1})))
     trainer = RewardTrainer(
-        model,
+        LlamaForSequenceClassification(llama_config(num_labels=1)),
         args=RewardConfig(**options(folder, max_length=24)),
         train_dataset=pairs(24),
-        processing_class=make_tokenizer(),
+        processing_class=tokenizer(),
     )
     trainer.train()
-    return {"losses": history(trainer)}
+    return history(trainer, "loss")
 
 
 def main(folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
     programs = {"sft": supervised, "dpo": preferences, "grpo": rewards, "reward": reward_model}
     return {name: program(folder / name) for name, program in programs.items()}
 
