@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from itertools import islice, zip_longest
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.processes import run_group
-from tests.support.samplers import make_loader
+from tests.support.samplers import TORCH_SAMPLERS, make_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,6 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from accelerate.collectives.base import communicator
 from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState
@@ -302,10 +304,12 @@ DRAWN_KINDS = (
     "shuffle, generator",
     "subset",
     "weighted, generator",
+    "replacement, generator",
+    "twice, generator",
     "python, opened",
     "numpy, one at a time",
     "own torch, one at a time",
-    "varying batches, opened",
+    "varying batches, python, opened",
     "endless",
     "endless, counted",
 )
@@ -335,11 +339,38 @@ def rounds(ranks: list[dict[str, Any]], kind: str) -> list[int]:
     return [index for turn in batches for batch in turn for index in batch]
 
 
+def bytes_that_are_sent(kinds: list[str]) -> dict[str, int]:
+    """Shuffle much data, and return what rank 0 sends at most for it at once."""
+    cpu()
+    group = communicator()
+    send, sizes = group.broadcast_objects, [0]
+
+    def noted(objects: list[Any], *args: Any) -> Any:
+        sizes.append(len(pickle.dumps(objects)))
+        return send(objects, *args)
+
+    group.broadcast_objects = noted  # type: ignore[method-assign, assignment]
+    found = {}
+    for kind in kinds:
+        sizes.clear()
+        first = next(iter(prepare_data_loader(make_loader(kind, range(20_000)))))
+        assert len(torch.as_tensor(first).view(-1)) <= 4
+        found[kind] = max(sizes)
+    return found
+
+
+def test_the_order_of_torchs_samplers_is_never_sent() -> None:
+    kinds = [kind for kind in TORCH_SAMPLERS if kind != "sequential"]
+    found, _ = run_group(bytes_that_are_sent, 2, [*kinds, "python, opened"])
+    assert found.pop("python, opened") > 20_000
+    assert max(found.values()) < 10_000
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
 def test_an_order_that_was_drawn_is_gone_on_with_on_another_number_of_processes(before: int, after: int) -> None:
     whole = run_group(drawn_epoch, before, None, 100 // before)
     start = run_group(drawn_epoch, before, None, 2)
-    rest = run_group(drawn_epoch, after, start[0], 10)
+    rest = run_group(drawn_epoch, after, start[0], 30)
     for kind in DRAWN_KINDS:
         order = rounds(whole, kind)
         seen = rounds(start, kind) + rounds(rest, kind)

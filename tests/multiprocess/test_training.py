@@ -312,6 +312,22 @@ def learned_inputs() -> dict[str, Any]:
     return found
 
 
+def frozen_models() -> dict[str, Any]:
+    """Models without anything to train, which DDP refuses: alone, beside one that is trained, and one after another."""
+    accelerator = fresh_accelerator()
+    teacher = accelerator.prepare(line().requires_grad_(False))
+    judge, student = accelerator.prepare(line().requires_grad_(False), line())
+    for frozen in (teacher, judge):
+        frozen.weight.fill_(2.0)
+    accelerator.backward((student(own_batch(accelerator)) * teacher(own_batch(accelerator))).sum())
+    return {
+        "wrapped": [isinstance(model, DistributedDataParallel) for model in (teacher, judge, student)],
+        "devices": [model.weight.device.type for model in (teacher, judge)],
+        "gradient": accelerator.unwrap_model(student).weight.grad.item(),
+        "kept": len(accelerator._models),
+    }
+
+
 def wrappers() -> dict[str, Any]:
     """A replica in bf16: outputs, a second prepare, unwrapping, copies."""
     accelerator = fresh_accelerator(mixed_precision="bf16")
@@ -363,6 +379,7 @@ CHECKS = (
     options_of_ddp,
     options_that_are_set_later,
     learned_inputs,
+    frozen_models,
     wrappers,
     pickled_accelerator,
 )
@@ -511,6 +528,16 @@ def test_parameters_of_no_model_are_trained_and_a_warning_says_how_to_average_th
         assert "SGD are in no prepared model" in message
         assert 'accelerator.reduce(parameter.grad, "mean")' in message
         assert file == __file__
+
+
+@WORLD_SIZES
+def test_frozen_models_are_prepared_beside_those_that_are_trained(world_size: int) -> None:
+    squares = [2.0 * rank * rank for rank in range(1, world_size + 1)]
+    for found in results(world_size, "frozen_models"):
+        assert found["wrapped"] == [False, False, True]
+        assert found["devices"] == ["cpu", "cpu"]
+        assert found["gradient"] == pytest.approx(sum(squares) / world_size)
+        assert found["kept"] == 3
 
 
 @WORLD_SIZES

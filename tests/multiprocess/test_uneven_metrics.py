@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.support.processes import run_group
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.collectives import ops
@@ -121,12 +121,44 @@ def of_a_dispatched_short_batch_count_each_sample_once() -> None:
         assert sum(found) == pytest.approx(samples.sum().item())
 
 
+class Uneven(IterableDataset[torch.Tensor]):
+    """A stream of ready batches, each of another number of rows."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(float(sum(self.rows))).unsqueeze(1).split(self.rows))
+
+
+def of_a_stream_of_unequal_batches_have_every_sample_once() -> None:
+    """Train on what each rank has of it: their shares differ, their numbers of steps do not."""
+    for rows in ([3, 1, 4, 2, 5], [4, 4, 2], [1, 5, 1], [2]):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        loader = DataLoader(Uneven(rows), batch_size=None)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        found: list[float] = []
+        steps = 0
+        for batch in loader:
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            found += accelerator.gather_for_metrics(batch).flatten().tolist()
+            steps += 1
+        assert found == list(range(sum(rows)))
+        assert steps == -(-len(rows) // world())
+
+
 CHECKS: list[Callable[[], None]] = [
     drop_what_was_padded_across_processes,
     keep_all_of_batches_of_different_sizes,
     of_an_uneven_loader_have_every_sample_once,
     of_a_sampler_that_miscounts_have_every_sample_once,
     of_a_dispatched_short_batch_count_each_sample_once,
+    of_a_stream_of_unequal_batches_have_every_sample_once,
 ]
 
 

@@ -283,6 +283,53 @@ def test_the_loop_of_programs_that_skip_by_themselves_lands_on_the_same_batch(tm
     assert seen == whole[0] + whole[1] + whole[2]
 
 
+def train_and_skip(folder: str, stops: tuple[int, int] | None, resumes: bool) -> dict[str, Any]:
+    """Train as programs do that count the batches of an epoch and skip those that were seen; save where it stops."""
+    accelerator = fresh_accelerator()
+    set_seed(77 if resumes else 3)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    start, done = 0, 0
+    if resumes:
+        accelerator.load_state(folder)
+        start, done = map(int, Path(folder, "place.txt").read_text().split())
+    seen: list[list[int]] = []
+    losses: list[float] = []
+    for epoch in range(start, 3):
+        active = accelerator.skip_first_batches(loader, done) if epoch == start and done else loader
+        for number, batch in enumerate(active, start=done + 1 if epoch == start else 1):
+            loss = model(batch / 40).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append([int(value) for value in batch[:, 0]])
+            losses.append(loss.item())
+            if (epoch, number) == stops:
+                accelerator.save_state(folder)
+                Path(folder, "place.txt").write_text(f"{epoch} {number}")
+                return {"seen": seen, "losses": losses}
+    weights = {name: value.tolist() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+    return {"seen": seen, "losses": losses, "weights": weights}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("stops", [(0, 2), (1, 3)], ids=["first epoch", "later epoch"])
+def test_a_run_that_skips_the_first_batches_ends_like_the_one_never_stopped(
+    tmp_path: Path, stops: tuple[int, int], count: int
+) -> None:
+    folder = str(tmp_path / "saved")
+    whole = run_group(train_and_skip, count, folder, None, False)
+    before = run_group(train_and_skip, count, folder, stops, False)
+    after = run_group(train_and_skip, count, folder, None, True)
+    for uninterrupted, first, second in zip(whole, before, after, strict=True):
+        assert first["seen"] + second["seen"] == uninterrupted["seen"]
+        assert first["losses"] + second["losses"] == uninterrupted["losses"]
+        assert second["weights"] == uninterrupted["weights"]
+
+
 def test_positions_are_left_alone_if_asked(tmp_path: Path) -> None:
     whole = whole_order()
     accelerator, model, optimizer, loader, _ = prepare_numbers()

@@ -136,16 +136,16 @@ def _own_samplers() -> dict[str, Callable[[int], dict[str, Any]]]:
             found[f"{source}, {when}"] = lambda size, source=source, when=when: {
                 "sampler": Shuffled(size, source, when)
             }
+            found[f"varying batches, {source}, {when}"] = lambda size, source=source, when=when: {
+                "batch_sampler": VaryingBatches(size, source, when)
+            }
+            found[f"no batches, {source}, {when}"] = lambda size, source=source, when=when: {
+                "batch_size": None,
+                "sampler": Shuffled(size, source, when),
+            }
     for when in ("opened", "one at a time"):
-        found[f"varying batches, {when}"] = lambda size, when=when: {
-            "batch_sampler": VaryingBatches(size, "python", when)
-        }
         found[f"shuffled batches, {when}"] = lambda size, when=when: {
             "batch_sampler": BatchSampler(Shuffled(size, "numpy", when), 4, drop_last=False)
-        }
-        found[f"no batches, {when}"] = lambda size, when=when: {
-            "batch_size": None,
-            "sampler": Shuffled(size, "torch", when),
         }
     return found
 

@@ -49,6 +49,28 @@ def test_state_groups_and_defaults_are_those_of_the_inner_optimizer() -> None:
     assert "SGD" in repr(prepared)
 
 
+def search_lines(accelerator: Accelerator | None) -> list[float]:
+    """Train by LBFGS, which calls a closure several times a step, and return what each step returned."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(3, 1)
+    inputs = torch.randn(16, 3)
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(inputs).squeeze(1) - inputs.sum(dim=1)).square().mean()
+        loss.backward() if accelerator is None else accelerator.backward(loss)
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(4)]
+
+
+def test_a_step_with_a_closure_returns_its_loss() -> None:
+    assert search_lines(Accelerator()) == search_lines(None)
+
+
 def test_a_mode_is_switched_where_the_optimizer_has_one() -> None:
     calls: list[str] = []
     inner: Any = sgd()

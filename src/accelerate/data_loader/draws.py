@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
+from torch.utils.data import Sampler
 
 from accelerate._base.helpers import warn_once
 
@@ -67,7 +68,13 @@ def nested_samplers(loader: Any) -> list[Any]:
 def own_streams(owner: Any) -> dict[str, RandomStream]:
     """Return the generators that a loader or sampler and samplers inside it have as attributes, each under a number."""
     owners = [owner, *nested_samplers(owner)]
-    values = {id(value): value for part in owners for value in getattr(part, "__dict__", {}).values()}
+    values: dict[int, Any] = {}
+    for part in owners:
+        attributes = getattr(part, "__dict__", {}).values()
+        values |= {id(value): value for value in attributes}
+        # A sampler of the user may keep another one under any name.
+        inner = (value for value in attributes if isinstance(value, Sampler))
+        owners += [sampler for sampler in inner if all(sampler is not known for known in owners)]
     values.pop(id(torch.default_generator), None)
     found = filter(None, map(_stream_of, values.values()))
     return {str(number): stream for number, stream in enumerate(found)}
@@ -204,6 +211,13 @@ class Draws:
                 return
             self.note(count, before)
             yield item
+
+    def at_once(self, items: Iterator[T]) -> Iterator[T]:
+        """Pass items on that are all drawn with the first, and note what was drawn for them."""
+        count, before = self.record.drawn, self.streams.take()
+        drawn = list(items)
+        self.note(count, before)
+        yield from drawn
 
     def repeated(self, source: Iterable[T]) -> tuple[list[T], Iterator[T]]:
         """Draw again what was drawn, and return it with the iterator that goes on from there; streams are not used."""

@@ -196,9 +196,9 @@ class GlobalRngOrder(EpochOrder):
 class DrawnOrder(EpochOrder):
     """The order that a sampler draws by itself, as in a plain loop, with a record from which it is drawn again.
 
-    On several processes rank 0 draws, from its own random streams, and the others take its order: of torch's samplers,
-    which draw everything with the first index, by the state before that; of any other by its indices, or, where nobody
-    can say how many there are, by the states that each process then draws from.
+    On several processes rank 0 draws, from its own random streams, and the others take its order: of torch's samplers by
+    the state before their first index; of any other by its indices, or, where nobody can say how many there are, by the
+    states that each process then draws from.
 
     Args:
         shared: Whether ranks must agree.
@@ -243,12 +243,13 @@ class DrawnOrder(EpochOrder):
         streams = RandomStreams(source)
         if not self.shared:
             return self._open_watched(source, streams, restored)
-        is_first = communicator().rank == 0
-        order: Any = self._order_for_all(source, streams, restored) if is_first else None
-        order = agree(order)
-        if isinstance(order, list):
-            return iter(order)
-        return forked(source, streams, order, leads=is_first and restored is None)
+        if type(sampler) is RandomSampler:
+            return self._drawn_by_each(source, RandomStreams(source, ()), restored)
+        opened = None
+        is_forked = restored is not None and restored.is_forked
+        if communicator().rank == 0 and length_of(source) is not None and not is_forked:
+            opened = self._open_watched(source, streams, restored)
+        return self._drawn_for_all(source, streams, restored, opened)
 
     def watched(self, batches: Iterator[Any]) -> Iterator[Any]:
         draws = self._draws
@@ -283,19 +284,42 @@ class DrawnOrder(EpochOrder):
         draws = self._begin(streams, restored)
         if draws.record.is_forked:
             return forked(source, streams, draws.record.entries[0][1], leads=False)
+        items = draws.follow(source) if restored is None else chain(*draws.repeated(source))
+        if self.shared:
+            length = length_of(source)
+            # One more than it says shows whether it says the truth.
+            return draws.at_once(islice(items, None if length is None else length + 1))
         draws.is_watched = True
-        if restored is None:
-            return draws.follow(source)
-        return chain(*draws.repeated(source))
+        return items
+
+    def _drawn_by_each(
+        self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None
+    ) -> Iterator[Any]:
+        """Yield what each rank draws, with the first item, from the generator of the user as rank 0 has it."""
+        restored, states = agree((restored, streams.take()))
+        streams.put(states)
+        yield from self._open_watched(source, streams, restored)
+
+    def _drawn_for_all(
+        self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None, opened: Iterator[Any] | None
+    ) -> Iterator[Any]:
+        """Yield what rank 0 draws, with the first item: a sampler that drew nothing before draws after the loader."""
+        is_first = communicator().rank == 0
+        order = agree(self._order_for_all(source, streams, restored, opened) if is_first else [])
+        if isinstance(order, list):
+            yield from order
+        else:
+            yield from forked(source, streams, order, leads=is_first and restored is None)
 
     def _order_for_all(
-        self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None
+        self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None, opened: Iterator[Any] | None
     ) -> list[Any] | dict[str, Any]:
         """Return the items of an epoch; the states to draw them from if there may be no end of them."""
-        length, states = length_of(source), streams.take()
-        if length is not None and not (restored is not None and restored.is_forked):
-            items = list(islice(self.watched(self._open_watched(source, streams, restored)), length + 1))
-            if len(items) <= length:
+        states = streams.take()
+        if opened is not None:
+            restored = self.record
+            items = list(opened)
+            if len(items) <= (length_of(source) or 0):
                 return items
             streams.put(states)
         for count, opening in () if restored is None else restored.entries:

@@ -232,10 +232,13 @@ def check_places(model: nn.Module, device: torch.device) -> None:
             f"{given}: modules on the CPU or the disk are offloaded, and quantised weights that are offloaded cannot be "
             "trained. Load the model whole on the device of the process."
         )
-    if len(kinds) != 1 or device.type == HOST:
+    if len(kinds) != 1 or HOST in kinds:
         return
-    found = as_device(next(iter(places.values())))
-    if (found.type, found.index or 0) != (device.type, device.index or 0):
+    place = next(iter(places.values()))
+    found = torch.device(device.type, place) if isinstance(place, int) else as_device(place)
+    # As in release 1.15, a process on the CPU may hold a model that lies on the first accelerator.
+    is_other_kind = device.type not in (HOST, found.type)
+    if is_other_kind or (found.index or 0) != (device.index or 0):
         raise ConfigurationError(
             f"{given}, and this process trains on {str(device)!r}: quantised weights stay on the device that they were "
             f"loaded to. Load it with device_map={{'': PartialState().device}}, or device_map={{'': "

@@ -169,6 +169,33 @@ def test_it_is_both_its_own_class_and_the_inner_loaders() -> None:
         _ = loader.no_such_attribute
 
 
+class Labelled(DataLoader):
+    """A loader of a user with a constructor, attributes and methods of its own."""
+
+    def __init__(self, label: str, size: int) -> None:
+        super().__init__(range(size), batch_size=2, shuffle=True)
+        self.label = label
+        self.seen: list[int] = []
+
+    def described(self) -> str:
+        return f"{self.label} of {len(self)}"
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"use_seedable_sampler": True}], ids=str)
+def test_a_subclass_keeps_its_class_and_attributes(options: dict[str, Any]) -> None:
+    given = Labelled("mine", 8)
+    loader = prepare_data_loader(given, put_on_device=True, **options)
+    for prepared in (loader, skip_first_batches(loader, 1)):
+        assert isinstance(prepared, Labelled)
+        assert prepared.label == "mine"
+        assert prepared.seen is given.seen
+        assert prepared.described().startswith("mine of ")
+    loader.label = "changed"
+    loader.later = 5
+    assert (loader.label, loader.later) == ("changed", 5)
+    assert (given.label, hasattr(given, "later")) == ("mine", False)
+
+
 def test_options_are_kept() -> None:
     def collate(samples: list[int]) -> str:
         return "-".join(map(str, samples))

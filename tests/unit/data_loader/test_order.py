@@ -22,7 +22,7 @@ SOME_KINDS = (
     "shuffle, generator",
     "replacement, generator",
     "python, one at a time",
-    "varying batches, opened",
+    "varying batches, python, opened",
 )
 
 
@@ -128,7 +128,7 @@ def test_the_rest_of_an_epoch_can_be_stopped_again(kind: str) -> None:
     assert seen == whole[0]
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "subset, generator", "numpy, opened", "varying batches, opened"])
+@pytest.mark.parametrize("kind", ["shuffle", "subset, generator", "numpy, opened", "varying batches, python, opened"])
 def test_batches_skipped_after_a_resume_count_from_the_start_of_the_epoch(kind: str) -> None:
     loader = prepare_data_loader(make_loader(kind, range(SIZE)))
     batches = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.logs import logged
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
@@ -138,6 +139,22 @@ def test_hf_iterable_is_shared_out(even: bool) -> None:
     assert sorted(parts[0] + parts[1]) == list(range(30))
     if even:
         assert len({loader.iteration for loader in loaders}) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "even", "said"),
+    [
+        (1, True, "reads all files of an iterable dataset: 1 are too few for 2 processes"),
+        (4, False, "reads its own files of an iterable dataset: there are 4, and even_batches=False"),
+        # This process is alone, whatever it is told: nobody is there to keep in step with.
+        (4, True, "reads all files of an iterable dataset: processes of one model read the same"),
+    ],
+)
+def test_it_is_said_whether_each_process_reads_its_own_files(files: int, even: bool, said: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"x": list(range(30))}).to_iterable_dataset(num_shards=files)
+    with logged(said):
+        prepare_data_loader(DataLoader(whole, batch_size=4), num_processes=2, process_index=0, even_batches=even)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,15 @@ def _run_on_two() -> dict[str, Any]:
     return {"calls": own.calls[1:], "kind": kind, "joined": joined, "left": left}
 
 
+def _record_before_the_run(folder: Path) -> bool:
+    own = TensorBoardTracker("run", logging_dir=folder / os.environ["RANK"])  # nobody knows of a group yet
+    accelerator = Accelerator(cpu=True, log_with=own)
+    accelerator.init_trackers("project", {"lr": 1})
+    accelerator.log({"x": accelerator.process_index + 1}, step=0)
+    accelerator.end_training()
+    return accelerator.is_main_process
+
+
 def _end_with_a_failure() -> str:
     accelerator = Accelerator(cpu=True, log_with=Breaking())
     accelerator.init_trackers("project")
@@ -239,6 +249,14 @@ def test_two_processes_record_once_and_leave_the_group() -> None:
     first_run = ["start", ("settings", {"lr": 1}), ("log", {"x": 1}, 0, {}), ("log", {"y": 0}, None, {}), "finish"]
     assert main == {"calls": [*first_run, "start", "finish"], "kind": "Recorder", "joined": True, "left": True}
     assert other == {"calls": [], "kind": "BlankTracker", "joined": True, "left": True}
+
+
+@pytest.mark.multiprocess
+def test_a_tracker_made_before_the_accelerator_records_on_the_main_process_alone(tmp_path: Path) -> None:
+    assert run_group(_record_before_the_run, 2, tmp_path) == [True, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    events = EventAccumulator(str(tmp_path / "0" / "run")).Reload()
+    assert [event.value for event in events.Scalars("x")] == [1.0]
 
 
 @pytest.mark.multiprocess
