@@ -6,7 +6,7 @@
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
 #   make coverage the lines that no test reaches, as a report and in htmlcov/
 #   make bench    speed beside plain PyTorch and the previous major release
-#   make bench-clients  programs of Transformers, Diffusers and others on both packages, value by value
+#   make bench-clients   checkpoints, and programs of Transformers, Diffusers and others, on both packages
 #   make pages    rewrite what tools write into README.md and the documentation
 #   make docs     the documentation as a site in site/
 #   make format   rewrite the code in the house format
@@ -107,11 +107,14 @@ pages: walks
 bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
 	$(BIN)/python benchmarks/run.py --reference $(REFERENCE_VENV)/bin/python
 
+# Checkpoints go to the other package and back; then the programs run on both.
+bench-clients: $(VENV)/.dev $(REFERENCE_VENV)/.clients
+	ACCELERATE_TEST_REFERENCE=$(abspath $(REFERENCE_VENV)/bin/python) $(PYTEST) -q tests/compat/test_checkpoint_layout.py \
+		tests/compat/test_trainer_checkpoint.py
+	$(BIN)/python -m tools.compare_clients --reference $(REFERENCE_VENV)/bin/python
+
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
-
-bench-clients: $(VENV)/.dev $(REFERENCE_VENV)/.clients
-	$(BIN)/python -m tools.compare_clients --reference $(REFERENCE_VENV)/bin/python
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

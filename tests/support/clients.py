@@ -99,7 +99,13 @@ def start(
             message.
     """
     command = [*launcher, str(program.path), str(folder)]
-    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
+    # No configuration and no cache of this user.
+    settings = {
+        "HF_HOME": f"{folder}-home",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "0",
+    }
     done = subprocess.run(
         command, env={**environment, **settings}, capture_output=True, text=True, check=False, timeout=900
     )
@@ -181,7 +187,8 @@ def compare(program: Program, processes: int, found: Any, recorded: Any) -> Comp
     result = Comparison()
     ours, theirs = dict(_values(found)), dict(_values(recorded))
     for path in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(path), theirs.get(path)
+        one: Any = ours.get(path)
+        other: Any = theirs.get(path)
         reason = next((entry for entry in DIFFERENCES if entry.covers(program.name, processes, path)), None)
         if one == other:
             result.equal += 1
@@ -214,9 +221,11 @@ def _values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_close(one: Any, other: Any) -> bool:
-    if not isinstance(one, float) or not isinstance(other, float):
-        return False
-    return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    return (
+        isinstance(one, float)
+        and isinstance(other, float)
+        and math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    )
 
 
 # --- what differs, and why --------------------------------------------------------------------------------------------

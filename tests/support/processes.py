@@ -22,9 +22,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.multiprocessing
@@ -32,6 +33,7 @@ import torch.multiprocessing
 from accelerate.devices.machine import get_free_port
 
 T = TypeVar("T")
+StartMethod = Literal["fork", "spawn"]
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +52,7 @@ def run_group(
     *args: Any,
     env: Mapping[str, str] | None = None,
     timeout: float = 600,
-    start_method: str = "fork",
+    start_method: StartMethod = "fork",
 ) -> list[T]:
     """Run `function(*args)` in `world_size` new processes and return the results in rank order.
 
@@ -207,9 +209,11 @@ class _Member:
 
 
 def _start(
-    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, env: dict[str, str], method: str
+    function: Callable[..., Any], args: tuple[Any, ...], world_size: int, env: dict[str, str], method: StartMethod
 ) -> list[_Member]:
-    context = torch.multiprocessing.get_context(method)
+    context: ForkContext | SpawnContext = (
+        torch.multiprocessing.get_context("fork") if method == "fork" else torch.multiprocessing.get_context("spawn")
+    )
     port = str(get_free_port())
     members = []
     for rank in range(world_size):
