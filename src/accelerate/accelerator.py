@@ -73,7 +73,7 @@ class Accelerator(ProcessControl):
 
     Args:
         device_placement: Move models, optimizer states and batches to the device.
-        split_batches: Split each batch over the processes; the same as in `dataloader_config`.
+        split_batches: Deprecated; the same as in `dataloader_config`.
         mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes the launcher's choice.
         gradient_accumulation_steps: Batches per optimizer step.
         cpu: Use the CPU even if an accelerator is there.

@@ -121,7 +121,9 @@ class TestSection:
             content = {option.file_key: list(value) if isinstance(value, tuple) else value}
             file = tmp_path / f"{option.name}.yaml"
             content = {section.file_key: content} if section.file_key else content
-            file.write_text(yaml.safe_dump({"distributed_type": "NO"} | content))
+            # A file of the kind NO is for one process.
+            kind = "MULTI_CPU" if option.name == "num_processes" else "NO"
+            file.write_text(yaml.safe_dump({"distributed_type": kind} | content))
             try:
                 by_flag, by_file = launch(*words), launch("--config_file", str(file))
             except ConfigurationError:

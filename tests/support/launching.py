@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -102,25 +103,34 @@ def facts_of(output: str) -> list[dict[str, object]]:
     return sorted(found, key=lambda facts: str(facts["RANK"]))
 
 
-def launch_warm(options: Sequence[str | Path], script: Path, arguments: Sequence[str] = ()) -> str:
-    """Plan a launch as `accelerate launch` does, and carry the plan out in processes forked from this one.
+@contextmanager
+def forked_launches() -> Iterator[list[str]]:
+    """Let every launch of this process be carried out in processes that are forked from it.
 
-    The options are parsed, resolved and planned by the launcher's own code, and the workers get the environment of its
-    plan. Only torch's agent is left out, and that each worker loads torch anew.
+    Options are parsed, resolved and planned by the launcher's own code, and the workers get the environment of its plan.
+    Only torch's agent is left out, and that each worker loads torch anew.
 
-    Returns:
-        What the workers wrote to stdout, in rank order.
+    Yields:
+        What the workers of each launch wrote to stdout, in rank order.
     """
     outputs: list[str] = []
 
     def run_forked(plan: LaunchPlan, **_: Any) -> int:
-        assert plan.elastic is not None
-        assert plan.elastic.num_nodes == 1
-        outputs.append(run_warm_script(script, plan.elastic.nproc_per_node, arguments, env=plan.environment))
+        assert plan.elastic is None or plan.elastic.num_nodes == 1
+        processes = 1 if plan.elastic is None else plan.elastic.nproc_per_node
+        # Behind `python`, or behind `python -u worker.py script`.
+        script, *arguments = plan.argv[1 if plan.elastic is None else 4 :]
+        outputs.append(run_warm_script(script, processes, arguments, env=plan.environment))
         return 0
 
-    words = [*map(str, options), str(script), *arguments]
     with patch.dict(os.environ, launch_environment(), clear=True), patch("accelerate.launch.run", run_forked):
+        yield outputs
+
+
+def launch_warm(options: Sequence[str | Path], script: Path, arguments: Sequence[str] = ()) -> str:
+    """Launch a script in processes forked from this one, and return what they wrote to stdout, in rank order."""
+    words = [*map(str, options), str(script), *arguments]
+    with forked_launches() as outputs:
         launch_program.launch_command(launch_program.launch_command_parser().parse_args(words))
     return outputs[0]
 

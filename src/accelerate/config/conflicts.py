@@ -174,18 +174,18 @@ def _runs_here(config: RunConfig, environ: Mapping[str, str]) -> bool:
 
 
 def _demand(config: RunConfig) -> str | None:
-    """Return the option that asks for accelerators by name; an engine computes on what there is."""
-    if config["multi_gpu"] and config.is_given("multi_gpu"):
+    """Return the flag that asks for accelerators by name; a file may be meant for another machine, an engine for any."""
+    if config["multi_gpu"] and config.is_typed("multi_gpu"):
         return "multi_gpu"
     return "gpu_ids" if config.is_typed("gpu_ids") and config["gpu_ids"] != "all" else None
 
 
-def engine_on_cpu(config: RunConfig, environ: Mapping[str, str]) -> str | None:
-    """Return a sentence about an engine that runs on the CPU because the machine has nothing else."""
-    engine = next((name for name in _ENGINES if name not in _OTHER_HARDWARE and config[name]), None)
-    if engine is None or config.machine.has_accelerator or not _runs_here(config, environ):
+def falls_back_to_cpu(config: RunConfig, environ: Mapping[str, str]) -> str | None:
+    """Return a sentence about a run that was meant for accelerators and computes on the CPU, for want of them."""
+    kind = next((name for name in _ENGINES if config[name]), None)
+    if kind is None or config.machine.has_accelerator or not _runs_here(config, environ):
         return None
-    return f"{_with_origin(config, engine)} runs on the CPU: this machine has {config.machine}."
+    return f"{_with_origin(config, kind)} runs on the CPU: this machine has {config.machine}."
 
 
 def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:

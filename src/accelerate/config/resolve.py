@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
-from accelerate.config.conflicts import check, engine_on_cpu, flags_differ
+from accelerate.config.conflicts import check, falls_back_to_cpu, flags_differ
 from accelerate.config.files import current_default_file
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
 from accelerate.config.sections.registry import LaunchOption, options
@@ -37,7 +37,7 @@ def resolve(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping
     variables = env.items() if environ is None else dict(environ)
     config = merge(namespace, machine, environ=variables)
     check(config, variables)
-    on_cpu = engine_on_cpu(config, variables)
+    on_cpu = falls_back_to_cpu(config, variables)
     config.notes += (on_cpu,) if on_cpu else ()
     return config
 
@@ -165,9 +165,22 @@ def _apply_paradigm(values: dict[str, Resolved], file: ConfigFile, flags: Mappin
         values["cpu"] = Resolved(False, Origin(OptionSource.FLAG, f"--{other_hardware[0]}"))
     if "use_parallelism_config" not in flags and file.data.get("parallelism_config"):
         values["use_parallelism_config"] = Resolved(True, Origin(OptionSource.FILE, f"{file.path}: parallelism_config"))
-    if not chosen and kind.num_processes is not None and values["num_processes"].value is None:
+    said = values["num_processes"]
+    if not chosen and kind.num_processes is not None and (said.value is None or _is_left_over(values, flags)):
         values["num_processes"] = Resolved(kind.num_processes, origin)
+        if said.value is not None:
+            notes.append(
+                f"{file.path}: num_processes {said.value} is not used, because distributed_type "
+                f"{file.distributed_type} is one process. Add --num_processes {said.value} for more."
+            )
     return notes
+
+
+def _is_left_over(values: Mapping[str, Resolved], flags: Mapping[str, Any]) -> bool:
+    """Say whether the number of processes in a file for one process is a remainder that nothing else asks for."""
+    said, shared = values["num_processes"], values["use_parallelism_config"].value or "nproc_per_node" in flags
+    alone = int(values["num_machines"].value) == 1 and not shared
+    return alone and said.origin.source is OptionSource.FILE and int(said.value) > 1
 
 
 def _is_idle(option: LaunchOption, values: Mapping[str, Resolved]) -> bool:

@@ -174,7 +174,7 @@ def choose_recipe() -> KwargsHandler:
         raise ConfigurationError(
             "mixed_precision='fp8' was asked for, but no library that trains in 8-bit floats is installed. Install "
             'torchao with `pip install "accelerate[quantization]"`, or TransformerEngine with '
-            "`pip install transformer_engine[pytorch]`, or write mixed_precision='bf16'."
+            "`pip install 'transformer_engine[pytorch]'`, or write mixed_precision='bf16'."
         )
     return library.recipe()
 

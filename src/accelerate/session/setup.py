@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
-from accelerate._base.helpers import Choice, log_once, warn_once
+from accelerate._base.helpers import Choice, log_once, user_stacklevel, warn_once
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
@@ -186,7 +186,10 @@ def resolve_options(
         raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are one argument. Give one of them.")
     if torch_tp_plugin is not None and parallelism_config is None:
         warn_once(
-            "torch_tp_plugin is deprecated; write parallelism_config=ParallelismConfig(tp_size=...).", FutureWarning
+            "Accelerator(torch_tp_plugin=...) is deprecated. Write "
+            f"parallelism_config=ParallelismConfig(tp_size={torch_tp_plugin.tp_size!r}).",
+            FutureWarning,
+            stacklevel=user_stacklevel(),
         )
         parallelism_config = ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
     elif parallelism_config is None:
@@ -410,8 +413,19 @@ def _resolve_loaders(
             f"split_batches={split_batches!r} was given with a dataloader_config that says {config.split_batches!r}. "
             "Write DataLoaderConfiguration(split_batches=...) alone."
         )
-    if global_batch_size is None:
-        return config
+    if global_batch_size is not None:
+        _check_global_batch_size(global_batch_size, config)
+    if split_batches is not None:
+        warn_once(
+            f"Accelerator(split_batches={split_batches!r}) is deprecated. Write "
+            f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches!r}).",
+            FutureWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return config
+
+
+def _check_global_batch_size(global_batch_size: int, config: DataLoaderConfiguration) -> None:
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         raise ConfigurationError(
             f"global_batch_size={global_batch_size!r} is not a number of samples. Write a whole number from 1 on."
@@ -422,4 +436,3 @@ def _resolve_loaders(
                 f"global_batch_size={global_batch_size!r} was given with {option}=True, and both say how a batch is "
                 f"shared between processes. Leave {option} out."
             )
-    return config

@@ -214,10 +214,15 @@ def test_a_step_back_asks_again_and_the_summary_can_be_left(terminal: Terminal) 
     assert (written["distributed_type"], written["num_machines"]) == ("NO", 1)
 
 
-def test_a_launch_that_would_fail_here_is_foretold(terminal: Terminal) -> None:
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [("0", ("would refuse it", "gpu_ids='0'")), ("all", ("would say", "multi_gpu=True", "runs on the CPU"))],
+)
+def test_what_a_launch_here_would_say_is_foretold(terminal: Terminal, devices: str, told: tuple[str, ...]) -> None:
     terminal.accepts("Where the run is")
     terminal.answers("What the run is on", DOWN, DOWN)
-    terminal.accepts("Number of machines", "Accelerators of this machine to use, such as `0,2`, or `all`")
+    terminal.accepts("Number of machines")
+    terminal.types("Accelerators of this machine to use, such as `0,2`, or `all`", devices)
     terminal.types("Number of processes over all machines", "0")
     terminal.sees("At least one")
     terminal.child.send(CLEAR + "8" + ENTER)
@@ -225,7 +230,7 @@ def test_a_launch_that_would_fail_here_is_foretold(terminal: Terminal) -> None:
     terminal.accepts("Check in every collective that all processes agree about its shapes; slower")
     terminal.accepts("Engine that shards the model", "Number format of training")
     terminal.accepts("Compiler for models (torch.compile)")
-    assert terminal.written("would refuse it")["num_processes"] == 8
+    assert terminal.written(*told)["num_processes"] == 8
 
 
 def test_leaving_writes_nothing(tmp_path: Path, environ: dict[str, str]) -> None:

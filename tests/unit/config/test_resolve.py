@@ -196,6 +196,29 @@ def test_a_file_for_several_accelerators_can_be_used_for_one_process(tmp_path: P
     assert (config["num_processes"], config["multi_gpu"]) == (1, True)
 
 
+@pytest.mark.parametrize("machine", [GPUS, NO_GPU])
+def test_a_file_for_one_process_starts_one_whatever_number_is_left_in_it(tmp_path: Path, machine: Machine) -> None:
+    path = file(tmp_path, num_processes=8, gpu_ids="all")
+    config = launch("--config_file", path, machine=machine)
+    assert (config["num_processes"], config["multi_gpu"]) == (1, False)
+    assert config.origin("num_processes") == f"file {path}: distributed_type"
+    (note,) = config.notes
+    assert note == (
+        f"{path}: num_processes 8 is not used, because distributed_type NO is one process. Add --num_processes 8 for more."
+    )
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--num_processes", "2"], ["--nproc_per_node", "2"], ["--use_fsdp", "--num_processes", "2"]],
+)
+def test_flags_may_ask_for_more_than_a_file_for_one_process(tmp_path: Path, argv: list[str]) -> None:
+    path = file(tmp_path, num_processes=4)
+    config = launch("--config_file", path, *argv)
+    assert (config["num_processes"], config.notes) == (2, ())
+    assert launch("--config_file", path, "--multi_gpu")["num_processes"] == 4
+
+
 def test_a_flag_for_another_kind_of_run_replaces_that_of_the_file_and_says_so(tmp_path: Path) -> None:
     path = file(tmp_path, distributed_type="FSDP", num_processes=2, use_cpu=True)
     config = launch("--config_file", path, "--multi_gpu")
@@ -298,14 +321,6 @@ def test_axes_that_do_not_shard_need_no_engine(axis: str) -> None:
     assert config[size] == 2
 
 
-def test_a_file_for_eight_gpus_on_a_machine_without_any_is_refused(tmp_path: Path) -> None:
-    path = file(tmp_path, distributed_type="MULTI_GPU", num_processes=8)
-    message = refused("--config_file", path, machine=NO_GPU)
-    assert path in message
-    assert "num_processes=8" in message
-    assert "no accelerator" in message
-
-
 @pytest.mark.parametrize(
     ("kind", "switch"), [("FSDP", "use_fsdp"), ("DEEPSPEED", "use_deepspeed"), ("MEGATRON_LM", "use_megatron_lm")]
 )
@@ -321,6 +336,18 @@ def test_an_engine_computes_on_the_cpu_where_there_is_nothing_else_and_says_so(
     assert "runs on the CPU" in launch(f"--{switch}", machine=NO_GPU).notes[0]
     for argv, machine in ((["--cpu"], NO_GPU), (["--num_processes", "2"], GPUS)):
         assert launch(f"--{switch}", *argv, machine=machine).notes == ()
+
+
+def test_a_file_for_several_gpus_computes_on_the_cpu_where_there_is_none_and_says_so(tmp_path: Path) -> None:
+    path = file(tmp_path, distributed_type="MULTI_GPU", num_processes=8, gpu_ids="all")
+    config = launch("--config_file", path, machine=NO_GPU)
+    assert (config["num_processes"], config["multi_gpu"], config["cpu"]) == (8, True, False)
+    assert config.notes == (
+        f"multi_gpu=True (file {path}: distributed_type) runs on the CPU: this machine has no accelerator and 8 CPU cores.",
+    )
+    assert launch("--config_file", path, "--num_processes", "4").notes == ()
+    # A flag is about this machine.
+    assert "needs accelerators" in refused("--config_file", path, "--multi_gpu", machine=NO_GPU)
 
 
 def test_an_engine_on_the_machines_of_a_cluster_is_not_said_to_run_on_this_ones_cpu() -> None:

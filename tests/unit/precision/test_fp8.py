@@ -177,7 +177,7 @@ class TestChoice:
 
     def test_one_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
-        with pytest.raises(MissingPackageError, match="pip install transformer_engine"):
+        with pytest.raises(MissingPackageError, match='pip install "transformer_engine'):
             Accelerator(mixed_precision="fp8", cpu=True)
         monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
         with pytest.raises(MissingPackageError, match="pip install msamp"):

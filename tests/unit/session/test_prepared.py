@@ -144,7 +144,20 @@ def test_a_quantised_model_that_is_offloaded_is_refused(bits: int, places: dict[
     assert accelerator.prepare(plain) is plain
 
 
-@pytest.mark.parametrize("places", [None, {"": "cpu"}, {"": torch.device("cpu")}, {"0": "cpu", "1": "cpu"}], ids=str)
+@pytest.mark.parametrize("places", [{"": 1}, {"": "cuda:1"}, {"": torch.device("cuda:1")}], ids=str)
+def test_a_quantised_model_on_another_device_than_the_cpu_of_the_process_is_refused(places: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"hf_device_map=.*trains on 'cpu'"):
+        Accelerator().prepare(quantised(8, places))
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        *(None, {"": "cpu"}, {"": torch.device("cpu")}, {"0": "cpu", "1": "cpu"}),
+        *({"": 0}, {"": "cuda:0"}, {"0": 0, "1": 1}),  # which release 1.15 takes too
+    ],
+    ids=str,
+)
 def test_a_quantised_model_on_the_device_of_the_process_is_prepared(places: dict[str, Any] | None) -> None:
     model = quantised(4, places)
     assert Accelerator().prepare(model) is model
@@ -274,7 +287,7 @@ def prepare_in_a_group() -> dict[str, Any]:
     prepared, _, _, still = accelerator.prepare(model, optimizer, scheduler, frozen)
     spread = torch.nn.Sequential(torch.nn.Linear(1, 1))
     spread.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
-    splitting = Accelerator(split_batches=True)
+    splitting = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     odd = torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=3)
     untouched = torch.nn.Linear(1, 1)
     return {

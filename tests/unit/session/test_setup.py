@@ -161,7 +161,7 @@ def test_a_recipe_says_which_library_computes_in_fp8() -> None:
 
 def test_the_older_form_of_tensor_parallelism_becomes_an_axis() -> None:
     plugin = TorchTensorParallelPlugin(tp_size=1)
-    with pytest.warns(FutureWarning, match=r"ParallelismConfig\(tp_size=\.\.\.\)"):
+    with pytest.warns(FutureWarning, match=r"ParallelismConfig\(tp_size=1\)"):
         accelerator = Accelerator(torch_tp_plugin=plugin)
     assert accelerator.parallelism_config is not None
     assert accelerator.parallelism_config.tp_size == 1

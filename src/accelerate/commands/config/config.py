@@ -145,9 +145,8 @@ def _print_summary(config: ClusterConfig | SageMakerConfig, path: Path) -> None:
     for key, value in _rows(config.to_dict()):
         table.add_row(Text(key), Text(value, overflow="fold"))
     console.print(table)
-    problem = _find_problem(config)
-    if problem is not None:
-        console.print(Text.assemble(("A launch on this machine would refuse it: ", "bold yellow"), problem))
+    for opening, text in _foretell(config):
+        console.print(Text.assemble((f"A launch on this machine would {opening}: ", "bold yellow"), text))
 
 
 def _rows(content: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, str]]:
@@ -159,7 +158,8 @@ def _rows(content: Mapping[str, Any], indent: str = "") -> Iterator[tuple[str, s
             yield f"{indent}{key}", str(value)
 
 
-def _find_problem(config: ClusterConfig | SageMakerConfig) -> str | None:
+def _foretell(config: ClusterConfig | SageMakerConfig) -> Iterator[tuple[str, str]]:
+    """Yield what a launch would say about the answers: why it refuses them, else its notes."""
     import tempfile
 
     from accelerate.config.resolve import resolve
@@ -168,10 +168,11 @@ def _find_problem(config: ClusterConfig | SageMakerConfig) -> str | None:
         path = Path(folder) / "answers.yaml"
         config.to_yaml_file(path)
         try:
-            resolve(argparse.Namespace(config_file=str(path)), detect(env.items()))
+            notes = resolve(argparse.Namespace(config_file=str(path)), detect(env.items())).notes
         except ConfigurationError as error:
-            return str(error).replace(f"{path}: ", "")
-    return None
+            yield "refuse it", str(error).replace(f"{path}: ", "")
+        else:
+            yield from (("say", note.replace(f"{path}: ", "")) for note in notes)
 
 
 def show_command_parser(parser: Any, parents: Any) -> argparse.ArgumentParser:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # What only FSDP 1 has. With FSDP 2 the launcher's variables for these are passed over; a program's own value is named.
 _VERSION_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
+# What FSDP 2 has instead.
+_IN_VERSION_2 = {"sharding_strategy": "Write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP"}
 _YES_NO = {"true": True, "false": False}
 _RAM_EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -157,7 +159,7 @@ class FullyShardedDataParallelPlugin(Settings):
                 log_once(
                     __name__,
                     f"FullyShardedDataParallelPlugin({name}=...) means nothing to FSDP 2 and is left out. "
-                    "Leave it out, or set fsdp_version=1.",
+                    f"{_IN_VERSION_2.get(name, 'Leave it out')}, or set fsdp_version=1.",
                 )
             setattr(self, name, None)
         reshard = True if self.reshard_after_forward is None else self.reshard_after_forward

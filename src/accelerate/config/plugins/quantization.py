@@ -96,7 +96,7 @@ class TERecipeKwargs(KwargsHandler):
         if not is_transformer_engine_available():
             raise MissingPackageError(
                 f"{type(self).__name__}() needs the package 'transformer_engine', which is not installed. "
-                "Install it with `pip install transformer_engine[pytorch]`."
+                'Install it with `pip install "transformer_engine[pytorch]"`.'
             )
 
     def _normalise_recipe(self) -> None:
