@@ -271,15 +271,13 @@ class DataLoaderAdapter:
                 part.set_epoch(self.iteration)
         self._told_epoch = self.iteration
 
-    def _chosen_epoch(self) -> int:
+    def _chosen_epoch(self, samplers: list[Any]) -> int:
         """Return the number of the next epoch: the next, unless the user has told a sampler of theirs another one."""
-        for part in nested_samplers(self.base_dataloader):
-            epoch = getattr(part, "epoch", None) if hasattr(part, "set_epoch") else None
-            if (
-                isinstance(epoch, int)
-                and epoch != self._told_epoch
-                and not isinstance(part, (DataSource, SeedableRandomSampler))
-            ):
+        for part in samplers:
+            if not hasattr(part, "set_epoch") or isinstance(part, (DataSource, SeedableRandomSampler)):
+                continue
+            epoch = getattr(part, "epoch", None)
+            if isinstance(epoch, int) and epoch != self._told_epoch:
                 return epoch
         return self.iteration
 
@@ -288,7 +286,7 @@ class DataLoaderAdapter:
         """Whether the next pass is the rest of one that was stopped inside its epoch."""
         return self._skips_to_restored or (self._resume is not None and self._resume.samples > 0)
 
-    def _begin_pass(self) -> ResumePoint:
+    def _begin_pass(self, samplers: list[Any]) -> ResumePoint:
         """Return where a pass that begins now starts."""
         point, last = self._resume, self.epoch_progress
         self._continues_epoch = self._goes_on
@@ -298,9 +296,9 @@ class DataLoaderAdapter:
             # As a plain loader does, shuffle anew although the last pass was left early.
             self.iteration += 1
         else:
-            self.iteration = self._chosen_epoch()
+            self.iteration = self._chosen_epoch(samplers)
         self._resume = self._continued_by = None
-        self._generators = own_streams(self.base_dataloader)
+        self._generators = own_streams(self.base_dataloader, samplers)
         if self.skipped_from is not None:
             self.skipped_from._continued_by = self
         return point or ResumePoint(self.iteration)

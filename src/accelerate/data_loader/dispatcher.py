@@ -96,14 +96,15 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:
         runtime = current.runtime()
-        point = self._begin_pass()
+        samplers = nested_samplers(self.base_dataloader)
+        point = self._begin_pass(samplers)
         source = self._sampler_source()
         order = None if source is None else source.order
         progress = EpochProgress(ObservedPlan(point.start), resumed_batches=point.batches, order=order)
         self._start_progress(progress, point)
         size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
         full = size // self._num_shards if size is not None and self.split_batches else size
-        self._forward_epoch(nested_samplers(self.base_dataloader))
+        self._forward_epoch(samplers)
         device = runtime.device if self.device is None else torch.device(self.device)
         if self._channel is None and runtime.world_size > 1:
             self._channel = SendingEnd(runtime.world_size) if runtime.rank == 0 else ReceivingEnd()

@@ -12,7 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accelerate._base.helpers import warn_once
 
@@ -39,18 +47,21 @@ def _global_streams() -> dict[str, RandomStream]:
     }
 
 
-def _stream_of(generator: object) -> RandomStream | None:
-    """Return the stream of an object that is a generator of random numbers, None for any other."""
-    if isinstance(generator, torch.Generator):
-        return RandomStream(generator.get_state, generator.set_state)
+_GENERATORS = frozenset({torch.Generator, random.Random, numpy.random.RandomState, numpy.random.Generator})
+# Torch's own have one generator at most, under its name. Others are searched, which takes some time at each pass.
+_TORCHS_OWN = frozenset(
+    {DataLoader, BatchSampler, SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+)
+
+
+def _stream_of(generator: Any) -> RandomStream:
+    """Return the stream of a generator of random numbers."""
     if isinstance(generator, random.Random):
         return RandomStream(generator.getstate, generator.setstate)
-    if isinstance(generator, numpy.random.RandomState):
-        return RandomStream(generator.get_state, generator.set_state)
     if isinstance(generator, numpy.random.Generator):
         bits = generator.bit_generator
         return RandomStream(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    return None
+    return RandomStream(generator.get_state, generator.set_state)
 
 
 def nested_samplers(loader: Any) -> list[Any]:
@@ -65,19 +76,22 @@ def nested_samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def own_streams(owner: Any) -> dict[str, RandomStream]:
+def own_streams(owner: Any, samplers: Iterable[Any] | None = None) -> dict[str, RandomStream]:
     """Return the generators that a loader or sampler and samplers inside it have as attributes, each under a number."""
-    owners = [owner, *nested_samplers(owner)]
-    values: dict[int, Any] = {}
+    owners = [owner, *(nested_samplers(owner) if samplers is None else samplers)]
+    found: dict[int, Any] = {}
     for part in owners:
-        attributes = getattr(part, "__dict__", {}).values()
-        values |= {id(value): value for value in attributes}
-        # A sampler of the user may keep another one under any name.
-        inner = (value for value in attributes if isinstance(value, Sampler))
-        owners += [sampler for sampler in inner if all(sampler is not known for known in owners)]
-    values.pop(id(torch.default_generator), None)
-    found = filter(None, map(_stream_of, values.values()))
-    return {str(number): stream for number, stream in enumerate(found)}
+        is_torchs = type(part) in _TORCHS_OWN
+        values = (getattr(part, "generator", None),) if is_torchs else getattr(part, "__dict__", {}).values()
+        for value in values:
+            # Asked by isinstance, torch (2.13) answers in Python for its generators.
+            if not _GENERATORS.isdisjoint(type(value).__mro__):
+                found[id(value)] = value
+            # A sampler of the user may keep another one under any name.
+            elif isinstance(value, Sampler) and all(value is not known for known in owners):
+                owners.append(value)
+    found.pop(id(torch.default_generator), None)
+    return {str(number): _stream_of(generator) for number, generator in enumerate(found.values())}
 
 
 class RandomStreams:

@@ -202,9 +202,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _open(self, saves_state: Callable[[], Any] | None) -> tuple[DataSource, EpochProgress, Iterator[Any]]:
         """Begin a pass: return where its data comes from, its count, and its batches, with their states if any."""
-        point = self._begin_pass()
         base = self.base_dataloader
         samplers = nested_samplers(base)
+        point = self._begin_pass(samplers)
         source = self._source_among(samplers)
         source.believes_length = not self._misstates_length
         is_placed = self._place_dataset(point)
