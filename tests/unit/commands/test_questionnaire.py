@@ -75,6 +75,8 @@ class Terminal:
 def environ(tmp_path: Path) -> dict[str, str]:
     """The environment of a machine without accelerators, so that one process is offered."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "SLURM_"))}
+    # The size is that of the pseudo-terminal, not of the one where the tests were started.
+    kept = {name: value for name, value in kept.items() if name not in ("COLUMNS", "LINES")}
     # A pseudo-terminal does not say where its cursor is.
     kept |= {"PYTHONPATH": SOURCES, "HF_HOME": str(tmp_path / "home"), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
     kept["CUDA_VISIBLE_DEVICES"] = ""
