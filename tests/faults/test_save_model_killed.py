@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def save_and_be_killed(value: float, folder: Path, way: str, after: int) -> bool
     """Save in a process that is killed after some steps at the disk; return whether it was."""
     child = os.fork()
     if child == 0:
+        gc.freeze()  # what was inherited may need threads that only the parent has
         _die_after(after)
         try:
             save(value, folder, way)

@@ -5,6 +5,7 @@ The processes of a run are forked from one that has everything loaded, so that a
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import random
@@ -179,6 +180,8 @@ def _be_member(
         os.environ.update({name: str(value) for name, value in ranks.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
         torch.set_num_threads(1)
+        # A process group that the parent has left, and not yet collected, would wait here for threads that only it has.
+        gc.freeze()
         forget_inherited_state()
         run = make(lambda text: os.write(voice, f"{text}\n".encode()))
         outcome = run.train(**training)
