@@ -216,6 +216,8 @@ class Accelerator(ProcessControl):
     local_process_index = View[int]("state", "The rank of this process on its machine.")
     mixed_precision = View[str]("state", "The number format of this run.")
     deepspeed_plugin = View[Any]("state", "The DeepSpeed settings in force, None without DeepSpeed.")
+    deepspeed_config = View[dict[str, Any]]("state", "DeepSpeed's configuration, complete after `prepare`.")
+    deepspeed_engine_wrapped = View[Any]("strategy", "The engine that DeepSpeed trains with.", name="engine_wrapped")
     is_fsdp2 = View[bool]("state", "Whether weights are sharded with version 2 of FSDP.")
     is_composable_parallelism_enabled = View[bool]("state", "Whether axes can be combined.", name="is_fsdp2")
     parallelism_config = View[ParallelismConfig | None]("state", "The sizes of the axes of parallelism, if given.")
@@ -716,7 +718,8 @@ class Accelerator(ProcessControl):
             accelerator.save_state("checkpoints/last", blocking=False)
             ```
         """
-        return self._checkpoints.save(output_dir, safe_serialization=safe_serialization, blocking=blocking)
+        save, options = self._checkpoints.save, save_model_func_kwargs
+        return save(output_dir, safe_serialization=safe_serialization, blocking=blocking, engine_options=options)
 
     def load_state(
         self,

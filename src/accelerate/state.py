@@ -22,7 +22,7 @@ from accelerate.runtime import current, process_control, process_group
 from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.process_control import do_nothing
 from accelerate.runtime.start import start
-from accelerate.session.setup import FSDP_SWITCH, PROCESS_FACTS, RunSettings, check_agreement, start_run
+from accelerate.session.setup import PROCESS_FACTS, SWITCHED_ON, RunSettings, check_agreement, start_run
 from accelerate.strategies.base import EngineRequest
 
 __all__ = [
@@ -303,7 +303,6 @@ class AcceleratorState(ProcessControl):
     device_mesh: Any
     fsdp_plugin: Any
     _mixed_precision: str
-    _switched_fsdp_on: bool
 
     def __init__(
         self,
@@ -364,8 +363,11 @@ class AcceleratorState(ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        """Return the number format in force: "no", "fp16", "bf16" or "fp8"."""
-        return self._mixed_precision
+        """Return the number format in force: "no", "fp16", "bf16" or "fp8"; DeepSpeed's configuration says its own."""
+        plugin = self.deepspeed_plugin
+        if plugin is None or self._mixed_precision == "fp8":
+            return self._mixed_precision
+        return next((name for name in ("fp16", "bf16") if plugin.get_value(f"{name}.enabled") is True), "no")
 
     @property
     def is_fsdp2(self) -> bool:
@@ -375,24 +377,41 @@ class AcceleratorState(ProcessControl):
     @property
     def deepspeed_plugin(self) -> Any | None:
         """Return the DeepSpeed settings in force, None without DeepSpeed."""
-        plugins = self.deepspeed_plugins or {}
+        plugins = self.__dict__.get("deepspeed_plugins") or {}
         return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Return the DeepSpeed settings that were given under `name`."""
-        return (self.deepspeed_plugins or {})[name]
+        """Return the DeepSpeed settings that were given under `name`.
+
+        Raises:
+            ConfigurationError: If there are none of that name.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise ConfigurationError(
+                f"There are no settings of DeepSpeed under {name!r}: those of this run are "
+                f"{', '.join(map(repr, plugins)) or 'none'}. Give it to the first Accelerator, as "
+                f"deepspeed_plugins={{{name!r}: DeepSpeedPlugin(...), ...}}."
+            )
+        return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Put the DeepSpeed settings under `name` in force."""
-        for key, plugin in (self.deepspeed_plugins or {}).items():
-            if key != name:
+        """Put the DeepSpeed settings under `name` in force: models are built and prepared with them from now on.
+
+        Args:
+            name: The name that they were given under; the first ones if None.
+        """
+        plugins = self.deepspeed_plugins or {}
+        chosen = self.get_deepspeed_plugin(next(iter(plugins), "") if name is None else name)
+        for plugin in plugins.values():
+            if plugin is not chosen:
                 plugin._unselect()
-        self.get_deepspeed_plugin(name or "").select(_from_accelerator_state=True)
+        chosen.select(_from_accelerator_state=True)
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        if current.ACCELERATOR.get("_switched_fsdp_on"):
-            env.drop(FSDP_SWITCH)
+        for switch in current.ACCELERATOR.get(SWITCHED_ON, ()):
+            env.drop(switch)
         current.ACCELERATOR.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -407,3 +426,21 @@ class AcceleratorState(ProcessControl):
 
     def __repr__(self) -> str:
         return repr(PartialState()) + f"Mixed precision type: {self.mixed_precision}\n"
+
+
+def get_active_deepspeed_plugin(state: Any) -> Any:
+    """Return the settings of DeepSpeed that are in force.
+
+    Args:
+        state: The `AcceleratorState` of a run.
+
+    Raises:
+        ConfigurationError: If the run has none.
+    """
+    plugin = getattr(state, "deepspeed_plugin", None)
+    if plugin is None:
+        raise ConfigurationError(
+            "The settings of DeepSpeed were asked for, but this run has none. Pass deepspeed_plugin=DeepSpeedPlugin(...) to "
+            "the Accelerator, or launch with --use_deepspeed."
+        )
+    return plugin

@@ -26,12 +26,6 @@ PUBLIC, REACHABLE = read("public_names.json"), read("reachable_names.json")
 # Of engines that are not built yet: who builds one takes them off.
 LATER_MODULES = ("accelerate.utils.megatron_lm", "accelerate.utils.torch_xla")
 LATER = {name for module in LATER_MODULES for name in PUBLIC[module]} - set(PUBLIC["accelerate.data_loader"])
-LATER |= {
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-}
 
 
 @pytest.mark.parametrize("module", [module for module in PUBLIC if module not in LATER_MODULES])

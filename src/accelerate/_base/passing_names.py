@@ -15,7 +15,8 @@ PASSING_NAMES = {
         "accelerate.state": "AcceleratorState GradientState PartialState",
         "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
         "accelerate.utils": (
-            "AORecipeKwargs AutocastKwargs DTENSOR_PYTORCH_VERSION DataLoaderConfiguration DeepSpeedPlugin DeepSpeedSchedulerWrapper "
+            "AORecipeKwargs AutocastKwargs DTENSOR_PYTORCH_VERSION DataLoaderConfiguration DeepSpeedEngineWrapper "
+            "DeepSpeedOptimizerWrapper DeepSpeedPlugin DeepSpeedSchedulerWrapper map_pytorch_optim_to_deepspeed "
             "DistributedDataParallelKwargs DistributedType DummyOptim DummyScheduler DynamoBackend FP8BackendType FP8RecipeKwargs "
             "FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION FullyShardedDataParallelPlugin GradScalerKwargs "
             "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler LoggerType MODEL_NAME MSAMPRecipeKwargs "

@@ -215,8 +215,12 @@ class FolderWriter:
 
     def write_json(self, name: str, value: object) -> None:
         """Write a value as JSON."""
+        self.write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text."""
         with closing(_SummedFile(self.path / name, self._summing)) as file:
-            file.write(json.dumps(value, indent=2).encode() + b"\n")
+            file.write(text.encode())
         self._sync(name, file)
 
     def _sync(self, name: str, file: _SummedFile) -> None:

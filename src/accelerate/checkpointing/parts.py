@@ -35,6 +35,7 @@ class Prepared:
     Args:
         safe_serialization: Write weights as safetensors.
         restore_positions: Bring loaders back to where they stood.
+        engine_options: Arguments of an engine that writes files of its own.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -43,6 +44,7 @@ class Prepared:
     loaders: Sequence[Any] = ()
     safe_serialization: bool = True
     restore_positions: bool = True
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

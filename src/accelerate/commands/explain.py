@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,12 +28,20 @@ _MODES = {
 _WIDTH_OF_A_FILE = 160
 
 
-def explain(config: RunConfig, plan: LaunchPlan, *, verbose: bool = False) -> None:
-    """Print the values, the plan and its notes."""
+def explain(
+    config: RunConfig, plan: LaunchPlan, entries: Sequence[tuple[str, Any, str]] = (), *, verbose: bool = False
+) -> None:
+    """Print the values, the plan and its notes.
+
+    Args:
+        entries: Name, value and origin of each entry of DeepSpeed's configuration, if it is used.
+    """
     console = wide_console()
     console.print(table_of(config, "What this launch would use", verbose=verbose))
     if not verbose:
         console.print(Text("Values that are defaults are left out; --verbose shows them.", style="dim"))
+    if entries:
+        console.print(_table_of_entries(entries))
     console.print()
     _line(console, "launcher", f"{plan.launcher}, because: {plan.reason}")
     _line(console, "mode", f"{plan.mode}: {_MODES[plan.mode]}")
@@ -70,6 +80,14 @@ def table_of(config: RunConfig, title: str, *, verbose: bool) -> Table:
             table.add_section()
         section = heading
         table.add_row(Text(key), Text(_masked(key, value), overflow="fold"), Text(str(origin), overflow="fold"))
+    return table
+
+
+def _table_of_entries(entries: Sequence[tuple[str, Any, str]]) -> Table:
+    table = Table("entry", "value", "origin", title="DeepSpeed's configuration", title_justify="left")
+    for name, value, origin in entries:
+        written = json.dumps(value, default=str)
+        table.add_row(Text(name), Text(_masked(name, written), overflow="fold"), Text(origin, overflow="fold"))
     return table
 
 

@@ -260,11 +260,17 @@ def _launch(
 ) -> None:
     config = resolve(args, detect(env.items()))
     conflicts.check_sagemaker(config)
+    entries: list[tuple[str, Any, str]] = []
+    if config["use_deepspeed"]:
+        # Other launches do not load what knows DeepSpeed's configuration.
+        from accelerate.config.deepspeed import explain_launch
+
+        entries = explain_launch(config)
     plan = launch.make_plan(config, Host(arguments=tuple(getattr(args, "typed_arguments", ()))), launchers)
     if getattr(args, "explain", False):
         from accelerate.commands.explain import explain
 
-        explain(config, plan, verbose=getattr(args, "verbose", False))
+        explain(config, plan, entries, verbose=getattr(args, "verbose", False))
         return
     for note in (*config.notes, *plan.notes):
         sys.stderr.write(f"accelerate launch: {note}\n")

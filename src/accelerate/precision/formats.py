@@ -62,6 +62,17 @@ class Precision:
         return model
 
 
+class EnginePrecision(Precision):
+    """An engine computes in the format by itself.
+
+    Args:
+        name: "no", "fp16" or "bf16".
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 class AutocastForward:
     """A model's forward inside autocast, with outputs in float32.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from accelerate.config import env
 from accelerate.runtime import current
@@ -61,6 +61,14 @@ def _leave_at_exit(process: int) -> None:
             leave()
 
     atexit.register(leave_of_this_process)
+
+
+def join_alone(backend: str) -> None:
+    """Make a process group of this process alone, unless there is a group: some engines cannot do without."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend=backend, store=HashStore(), rank=0, world_size=1)
+        if backend == "gloo":
+            _leave_at_exit(os.getpid())
 
 
 def _rejoin(options: dict[str, Any], rank: int, world_size: int) -> None:

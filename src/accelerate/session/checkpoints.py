@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -46,13 +47,20 @@ class RunCheckpoints:
         """Return the folder of the run and the naming of its checkpoints."""
         return self.run.options.project_configuration
 
-    def save(self, output_dir: str | PathLike[str] | None, *, safe_serialization: bool, blocking: bool) -> Path:
+    def save(
+        self,
+        output_dir: str | PathLike[str] | None,
+        *,
+        safe_serialization: bool,
+        blocking: bool,
+        engine_options: Mapping[str, Any],
+    ) -> Path:
         """Save the state of the run, and return its folder."""
         self.checkpointer.wait()
         target = self._next_target(output_dir)
         self.checkpointer.save(
             target.resolve(),
-            self._state(safe_serialization=safe_serialization),
+            self._state(safe_serialization=safe_serialization, engine_options=engine_options),
             Facts(**self.progress.state_dict(), iteration=self.project.iteration),
             hooks=list(self.save_hooks.values()),
             blocking=blocking,
@@ -142,7 +150,9 @@ class RunCheckpoints:
         inside = Path(project).expanduser() / CHECKPOINTS
         return inside if inside.is_dir() else Path(project).expanduser()
 
-    def _state(self, *, safe_serialization: bool = True) -> RunState:
+    def _state(
+        self, *, safe_serialization: bool = True, engine_options: Mapping[str, Any] = MappingProxyType({})
+    ) -> RunState:
         runtime, strategy, objects = self.run.runtime, self.run.strategy, self.objects
         prepared = Prepared(
             models=objects.models,
@@ -151,6 +161,7 @@ class RunCheckpoints:
             loaders=objects.loaders,
             safe_serialization=safe_serialization,
             restore_positions=self.run.options.dataloader_config.restore_position,
+            engine_options=engine_options,
         )
         # Random states come last, when nothing draws any more.
         run_parts: list[Part] = [

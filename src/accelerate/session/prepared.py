@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Bundle:
         args: The objects to prepare.
         device_placement: A flag per object, or None to use the default for all.
         loader_classes: Further classes that count as loaders.
+        placeholders: Further classes that stand for an "optimizer" or a "scheduler".
 
     Raises:
         ConfigurationError: If the flags do not match the objects, or an object was given twice.
@@ -76,6 +78,7 @@ class Bundle:
         args: Sequence[Any],
         device_placement: Sequence[bool | None] | None = None,
         loader_classes: tuple[type, ...] = (),
+        placeholders: Mapping[type, str] = MappingProxyType({}),
     ) -> None:
         if not args:
             raise ConfigurationError("prepare() was given nothing to prepare. Pass models, optimizers, loaders, ...")
@@ -84,7 +87,8 @@ class Bundle:
                 f"device_placement={list(device_placement)!r} has {len(device_placement)} entries for {len(args)} "
                 "objects. Give one entry per object: True, False, or None for the default."
             )
-        kinds = (*((known, ObjectKind.LOADER) for known in loader_classes), *_KINDS)
+        stand_ins = ((known, ObjectKind(kind)) for known, kind in placeholders.items())
+        kinds = (*((known, ObjectKind.LOADER) for known in loader_classes), *stand_ins, *_KINDS)
         self.arguments: list[Argument] = []
         seen: set[int] = set()
         for given, placement in zip(args, device_placement or [None] * len(args), strict=True):
@@ -155,8 +159,14 @@ class Preparer:
 
     def prepare(self, args: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
         """Prepare objects in any order and number; nothing is touched if one of them cannot work."""
-        bundle = Bundle(args, device_placement, self.run.options.dataloader_config.custom_classes)
+        strategy = self.run.strategy
+        bundle = Bundle(
+            args, device_placement, self.run.options.dataloader_config.custom_classes, strategy.placeholders
+        )
         self._check(bundle)
+        if strategy.caps.prepares_together:
+            self._prepare_together(bundle)
+            return bundle.results()
         if self.run.precision.joins_optimizer:
             self._join(bundle)
         before = {id(argument): list(argument.given.parameters()) for argument in bundle.of(ObjectKind.MODEL)}
@@ -179,6 +189,37 @@ class Preparer:
         for argument in bundle.of(ObjectKind.SCHEDULER):
             argument.result = self.prepare_scheduler(argument.given)
         return bundle.results()
+
+    def _prepare_together(self, bundle: Bundle) -> None:
+        """Let the engine make what takes the place of a model, its optimizer and its scheduler."""
+        for argument in bundle.of(ObjectKind.LOADER):
+            argument.result = self.prepare_loader(argument.given, argument.device_placement)
+        kinds = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
+        models, optimizers, schedulers = (_unprepared(bundle, kind) for kind in kinds)
+        loaders = [argument.given for argument in bundle.of(ObjectKind.LOADER)] or self.objects.loaders
+        place = self._places(models[0].device_placement if models else None)
+        made = self.run.strategy.prepare_together(
+            [argument.given for argument in models],
+            [argument.given for argument in optimizers],
+            [argument.given for argument in schedulers],
+            loaders,
+            place=place,
+        )
+        for argument, model in zip(models, made.models, strict=True):
+            setattr(model, _MARK, True)
+            argument.given = argument.result = model
+        for argument, optimizer in zip(optimizers, made.optimizers, strict=True):
+            optimizer.accelerator_state = self.state
+            setattr(optimizer, _MARK, True)
+            argument.given = argument.result = optimizer
+        for argument, scheduler in zip(schedulers, made.schedulers, strict=True):
+            argument.given = scheduler
+        for argument in bundle.of(ObjectKind.MODEL):
+            self._prepare_checked_model(argument.given, None, evaluation=False)
+        for argument in bundle.of(ObjectKind.OPTIMIZER):
+            argument.result = self.prepare_optimizer(argument.given, None)
+        for argument in bundle.of(ObjectKind.SCHEDULER):
+            argument.result = self.prepare_scheduler(argument.given)
 
     def _join(self, bundle: Bundle) -> None:
         """Let the number format replace models and optimizers together; schedulers follow their optimizer."""
@@ -204,8 +245,11 @@ class Preparer:
         for argument in bundle.of(ObjectKind.MODEL):
             self._check_model(argument.given)
         models = [*self.objects.wrapped_models, *(argument.given for argument in bundle.of(ObjectKind.MODEL))]
+        if strategy.caps.prepares_together:
+            kinds = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
+            strategy.check_together(*([argument.given for argument in _unprepared(bundle, kind)] for kind in kinds))
         for argument in bundle.of(ObjectKind.OPTIMIZER):
-            if not _is_prepared(argument.given):
+            if not _is_prepared(argument.given) and isinstance(argument.given, torch.optim.Optimizer):
                 self._check_optimizer(argument.given, models)
         if options.dataloader_config.split_batches and options.global_batch_size is None:
             for argument in bundle.of(ObjectKind.LOADER):
@@ -256,6 +300,8 @@ class Preparer:
         self, model: torch.nn.Module, device_placement: bool | None, *, evaluation: bool
     ) -> torch.nn.Module:
         """Prepare one model; `evaluation` leaves out what only training needs."""
+        if self.run.strategy.caps.prepares_together:
+            return self.prepare([model], [device_placement])  # type: ignore[no-any-return]
         self._check_model(model)
         return self._prepare_checked_model(model, device_placement, evaluation=evaluation)
 
@@ -383,6 +429,10 @@ class Preparer:
 def has_device_map(model: torch.nn.Module) -> bool:
     """Return whether the model is spread over several devices."""
     return any(len(getattr(module, "hf_device_map", {}) or {}) > 1 for module in model.modules())
+
+
+def _unprepared(bundle: Bundle, kind: ObjectKind) -> list[Argument]:
+    return [argument for argument in bundle.of(kind) if not _is_prepared(argument.given)]
 
 
 def _is_prepared(value: object) -> bool:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice, log_once, user_stacklevel, warn_once
+from accelerate._base.imports import is_deepspeed_available, require
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
+from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.plugins.training import (
     AutocastKwargs,
@@ -53,7 +55,9 @@ PROCESS_FACTS = (
     "process_index",
 )
 """What `AcceleratorState` shows of `PartialState`."""
-FSDP_SWITCH = "ACCELERATE_USE_FSDP"
+_SWITCHES = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+SWITCHED_ON = "_switched_on"
+"""The variables by which model libraries learn of an engine, and that this run has set."""
 
 
 @dataclass
@@ -197,13 +201,16 @@ def resolve_options(
     project = project_config if project_config is not None else ProjectConfiguration()
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
+    given = deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins
     request = EngineRequest.from_plugins(
-        deepspeed=deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
+        deepspeed=given,
         fsdp=fsdp_plugin,
         megatron=megatron_lm_plugin,
         parallelism=parallelism_config,
     )
     handlers = _sort_handlers(kwargs_handlers or (), resolve_precision(mixed_precision).value, request)
+    if "deepspeed" in request.engines:
+        _fit_deepspeed(request.engines["deepspeed"], given, mixed_precision, accumulation)
     return RunSettings(
         device_placement=device_placement,
         mixed_precision=mixed_precision,
@@ -220,6 +227,43 @@ def resolve_options(
         dynamo=dynamo_plugin if dynamo_plugin is not None else TorchDynamoPlugin(backend=dynamo_backend),
         global_batch_size=global_batch_size,
     )
+
+
+def _fit_deepspeed(
+    plugins: dict[str, DeepSpeedPlugin],
+    given: Any,
+    mixed_precision: str | None,
+    accumulation: GradientAccumulationPlugin,
+) -> None:
+    """Bring DeepSpeed's configurations and the other arguments together, before a process is started.
+
+    Raises:
+        ConfigurationError: If they contradict each other, or this process has settings of DeepSpeed already.
+        MissingPackageError: If DeepSpeed is not installed.
+    """
+    if not is_deepspeed_available():  # not imported yet: it chooses its device then
+        require("deepspeed", why="DeepSpeedPlugin", extra="deepspeed")
+    earlier = current.ACCELERATOR.get("deepspeed_plugins")
+    if earlier is not None:
+        if given is not None and plugins != earlier:
+            raise ConfigurationError(
+                f"This process has the settings {', '.join(map(repr, earlier))} of DeepSpeed already, which every further "
+                "Accelerator shares. Give all of them to the first one, as deepspeed_plugins={'name': DeepSpeedPlugin(...)}, "
+                "and choose with accelerator.state.select_deepspeed_plugin(name)."
+            )
+        return
+    for plugin in plugins.values():
+        plugin.set_mixed_precision(resolve_precision(mixed_precision).value)
+    steps = next(iter(plugins.values())).open_config().get("gradient_accumulation_steps", "auto")
+    if steps == "auto" or int(steps) == accumulation.num_steps:
+        return
+    if accumulation.num_steps not in (None, 1):
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={accumulation.num_steps} was given to the Accelerator, but DeepSpeed's "
+            f"configuration says gradient_accumulation_steps={steps}. Write the same number in both, or 'auto' in the "
+            "configuration."
+        )
+    accumulation.num_steps = int(steps)
 
 
 def parallelism_from_environment() -> ParallelismConfig | None:
@@ -239,9 +283,11 @@ def start_run(options: RunSettings) -> Run:
     if shared:
         check_agreement(options.mixed_precision, options.cpu)
         # Another Accelerator of the same process shards as the first one does.
-        engines = {name: plugin for name, plugin in request.engines.items() if name != "fsdp"}
+        engines = {name: plugin for name, plugin in request.engines.items() if name not in _SWITCHES}
         if shared["fsdp_plugin"] is not None:
             engines["fsdp"] = shared["fsdp_plugin"]
+        if shared["deepspeed_plugins"] is not None:
+            engines["deepspeed"] = shared["deepspeed_plugins"]
         request = EngineRequest(engines, request.parallelism)
     asked = resolve_precision(options.mixed_precision)
     if (shared["_mixed_precision"] if shared else asked.value) == "fp8":
@@ -256,7 +302,7 @@ def start_run(options: RunSettings) -> Run:
         request.parallelism.fit(runtime.world_size)
         mesh = shared["device_mesh"] = request.parallelism.get_device_mesh(runtime.device.type)
     recipe = options.handlers.fp8_recipe
-    precision = precisions.make(
+    precision = _engine_precision(chosen.value, precision_name.value) or precisions.make(
         # Engines that shard take a recipe beside "bf16" as well.
         "fp8" if recipe is not None and precision_name.value == "bf16" == asked.value else precision_name.value,
         runtime.backend,
@@ -277,6 +323,11 @@ def start_run(options: RunSettings) -> Run:
     return Run(options, runtime, chosen.value(context), precision, GradientState(options.accumulation), mesh, reasons)
 
 
+def _engine_precision(strategy: type[Strategy], name: str) -> Precision | None:
+    """Return the number format of an engine that computes in it by itself; None where this library sees to it."""
+    return precisions.EnginePrecision(name) if strategy.caps.owns_precision and name != "fp8" else None
+
+
 def _publish(options: RunSettings, request: EngineRequest, precision: str, label: Any) -> None:
     """Fill what every `AcceleratorState` shows."""
     current.PARTIAL["distributed_type"] = label
@@ -285,16 +336,17 @@ def _publish(options: RunSettings, request: EngineRequest, precision: str, label
         {name: current.PARTIAL[name] for name in PROCESS_FACTS},
         _mixed_precision=precision,
         dynamo_plugin=options.dynamo,
-        deepspeed_plugins=None,
+        deepspeed_plugins=request.engines.get("deepspeed"),
         fsdp_plugin=fsdp,
         torch_tp_plugin=options.torch_tp_plugin,
         parallelism_config=request.parallelism,
         device_mesh=None,
         use_ipex=False,
     )
-    if fsdp is not None and not env.flag(FSDP_SWITCH):
-        env.put(FSDP_SWITCH, "true")  # model libraries look there before they load weights
-        current.ACCELERATOR["_switched_fsdp_on"] = True
+    switches = [switch for engine, switch in _SWITCHES.items() if engine in request.engines and not env.flag(switch)]
+    for switch in switches:
+        env.put(switch, "true")  # model libraries look there before they load weights
+    current.ACCELERATOR[SWITCHED_ON] = switches
 
 
 def check_agreement(mixed_precision: str | None, cpu: bool) -> None:

@@ -220,7 +220,8 @@ class GradientStepper:
         """Compute gradients of `loss`, divided by what the window calls for."""
         clock, window = self.clock, self.window
         learning_rate = kwargs.pop("learning_rate", None)
-        num_steps = clock.num_steps
+        # As DeepSpeed calls it: False says that the loss is divided already.
+        num_steps = clock.num_steps if kwargs.pop("scale_wrt_gas", True) else 1
         if self.objects.has_lomo:
             self.lomo_backward(loss / num_steps, learning_rate)
             return

@@ -3,7 +3,8 @@
 The way of a strategy through a run:
 
 - select: `selected`, `label`; `caps` say what it can do, so that nobody compares names
-- prepare: `check_model`, `prepare_model` (= `steps`, with `convert`, `place` and `wrap` among them), `replaced`, `data_shard`
+- prepare: `check_model`, `prepare_model` (= `steps`, with `convert`, `place` and `wrap` among them), `replaced`, `data_shard`;
+  `check_together` and `prepare_together` where an engine makes one object of a model and its optimizer
 - train: `no_sync`, `backward`, `scale_gradients`, `clip_grad_norm`, `clip_grad_value`
 - state: `full_state_dict`, `checkpoint_parts`, `open_gradients`, `set_open_gradients`, `gradient_share`
 """
@@ -30,6 +31,7 @@ from accelerate.checkpointing.parts import (
     SchedulerPart,
 )
 from accelerate.config import env
+from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.samplers import data_shard
@@ -43,6 +45,7 @@ from accelerate.parallel.unwrap import (
 )
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.formats import Precision
+from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
@@ -72,7 +75,7 @@ class EngineRequest:
         """Collect the plugins that are there and the engines that the environment switches on.
 
         Raises:
-            WrongTypeError: If what was given for FSDP is no plugin of it.
+            WrongTypeError: If what was given for an engine is no plugin of it.
         """
         engines = dict.fromkeys(name for name, switch in _ENGINE_SWITCHES.items() if env.flag(switch))
         engines.update({name: plugin for name, plugin in plugins.items() if plugin is not None})
@@ -85,7 +88,25 @@ class EngineRequest:
                 )
             # Without a plugin the options are in the launcher's variables.
             engines["fsdp"] = FullyShardedDataParallelPlugin() if given is None else given
+        if "deepspeed" in engines:
+            engines["deepspeed"] = _deepspeed_plugins(engines["deepspeed"])
         return cls(engines, parallelism)
+
+
+def _deepspeed_plugins(given: Any) -> dict[str, DeepSpeedPlugin]:
+    """Return the settings of DeepSpeed by name; a single plugin has the name "default"."""
+    if given is None:
+        # Another Accelerator of the same process has those of the first; else they are in the launcher's variables.
+        earlier: dict[str, DeepSpeedPlugin] | None = current.ACCELERATOR.get("deepspeed_plugins")
+        return earlier if earlier is not None else {"default": DeepSpeedPlugin()}
+    plugins = given if isinstance(given, dict) else {"default": given}
+    wrong = {name: plugin for name, plugin in plugins.items() if not isinstance(plugin, DeepSpeedPlugin)}
+    if wrong or not plugins:
+        raise WrongTypeError(
+            f"deepspeed_plugin={given!r} is neither a plugin of DeepSpeed nor a dictionary of such. Pass a "
+            "DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}."
+        )
+    return dict(plugins)
 
 
 @dataclass(frozen=True)
@@ -98,6 +119,8 @@ class Capabilities:
         clips_by_value: Gradients can be clipped element by element.
         holds_back_gradients: The exchange of gradients can wait until an accumulation window closes.
         hides_open_gradients: Gradients are not in the parameters until they were exchanged.
+        prepares_together: A model is prepared with its optimizer and scheduler, in one go.
+        owns_precision: The engine itself computes in the number format, and scales losses.
     """
 
     replicates: bool = False
@@ -105,6 +128,17 @@ class Capabilities:
     clips_by_value: bool = True
     holds_back_gradients: bool = False
     hides_open_gradients: bool = False
+    prepares_together: bool = False
+    owns_precision: bool = False
+
+
+@dataclass(frozen=True)
+class PreparedTogether:
+    """What takes the place of objects that were prepared in one go; schedulers of torch stay as they are."""
+
+    models: tuple[torch.nn.Module, ...]
+    optimizers: tuple[Any, ...]
+    schedulers: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -130,6 +164,8 @@ class Strategy:
     engine: ClassVar[str | None] = None
     """The engine whose plugin selects this strategy, None where no plugin is needed."""
     caps: ClassVar[Capabilities] = Capabilities()
+    placeholders: ClassVar[Mapping[type, str]] = {}
+    """Further classes that `prepare` takes for an "optimizer" or a "scheduler"."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -148,6 +184,26 @@ class Strategy:
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise a ConfigurationError, before anything is touched, if this strategy cannot train `model`."""
+
+    def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        """Raise a ConfigurationError, before anything is touched, if these cannot be prepared in one go."""
+
+    def prepare_together(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        loaders: Sequence[Any],
+        *,
+        place: bool,
+    ) -> PreparedTogether:
+        """Prepare a model, its optimizer and its scheduler in one go, where `caps.prepares_together`.
+
+        Args:
+            loaders: What the model is trained with, prepared or not.
+            place: Move the model to the device of this process.
+        """
+        raise NotImplementedError(f"{self.name} prepares one object at a time")
 
     def steps(self, *, place: bool, evaluation: bool) -> tuple[Step, ...]:
         """Return what is done to a model, in order.

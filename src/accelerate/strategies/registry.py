@@ -32,6 +32,7 @@ class _LazyStrategy:
 _STRATEGIES: list[type[Strategy] | _LazyStrategy] = [
     _LazyStrategy("accelerate.strategies.fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
+    _LazyStrategy("accelerate.strategies.deepspeed.strategy", "DeepSpeedStrategy", "deepspeed"),
     _LazyStrategy("accelerate.strategies.parallel", "ParallelStrategy"),
     Strategy,
     DDPStrategy,

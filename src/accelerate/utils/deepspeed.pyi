@@ -1,4 +1,8 @@
 from accelerate.config.plugins.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.strategies.deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.strategies.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.strategies.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accelerate.strategies.deepspeed.wrappers import DummyOptim as DummyOptim
 from accelerate.strategies.deepspeed.wrappers import DummyScheduler as DummyScheduler
+from accelerate.strategies.deepspeed.wrappers import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import copy
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.helpers import warn_once
-from accelerate._base.imports import require
+from accelerate._base.helpers import log_once, warn_once
+from accelerate._base.imports import is_transformers_available, require
 from accelerate.config import env
-from accelerate.config.knob import INTEGER, NUMBER, TEXT, Codec, Settings, knob, or_auto, shared
+from accelerate.config.deepspeed import (
+    HALF,
+    PLACES,
+    Fact,
+    add_missing,
+    check_against,
+    from_options,
+    read,
+    refuse_doubles,
+)
+from accelerate.config.deepspeed_rules import AUTO, check, refuse, wrong_values
+from accelerate.config.knob import INTEGER, NUMBER, TEXT, Codec, Settings, knob, knobs, or_auto, shared
 from accelerate.config.plugins.fsdp_torch import get_module_class_from_name
 from accelerate.config.plugins.quantization import OptLevel
 from accelerate.config.sections.compute import Fp8Options
@@ -24,22 +32,10 @@ from accelerate.config.sections.engines import DeepSpeedOptions
 if TYPE_CHECKING:
     from torch import nn
 
-AUTO = "auto"
-# Options that DeepSpeed's configuration has too, and where. Its values win; `auto` is filled from ours.
-_PLACES = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
+_GATHERING = PLACES["zero3_save_16bit_model"]
 _IS_MSAMP: Codec[bool] = Codec(
     parse=lambda text: text.upper() == "MSAMP", format=lambda value: "MSAMP" if value else "", meaning="a library"
 )
-_HALF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 class HfDeepSpeedConfig:
@@ -53,7 +49,8 @@ class HfDeepSpeedConfig:
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
-        self.config: dict[str, Any] = _read(config_file_or_dict)
+        self.config: dict[str, Any]
+        self.config, self.place = read(config_file_or_dict)
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
@@ -112,31 +109,11 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def _read(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return copy.deepcopy(given)
-    text = str(given)
-    readers: tuple[Callable[[], str], ...] = (
-        lambda: Path(text).read_text(encoding="utf-8"),
-        lambda: text,
-        lambda: base64.urlsafe_b64decode(text).decode("utf-8"),
-    )
-    for read in readers if isinstance(given, (str, Path)) else ():
-        with contextlib.suppress(OSError, ValueError):  # no such file, too long for a path, no JSON, not in base 64
-            config = json.loads(read())
-            if isinstance(config, dict):
-                return config
-    raise ConfigurationError(
-        f"{given!r} is not a configuration of DeepSpeed: no such file, and no JSON. "
-        "Write the path of a JSON file that exists, or a dictionary."
-    )
-
-
 @dataclass
 class DeepSpeedPlugin(Settings):
     """Say how DeepSpeed trains, by its own configuration or by the options here.
 
-    With a configuration, its values win over the options here, and its `"auto"` entries are filled from them.
+    With a configuration, its `"auto"` entries are filled from the options here, which must not contradict the others.
     What is not given comes from the `ACCELERATE_DEEPSPEED_*` variables. DeepSpeed need not be installed.
 
     Raises:
@@ -178,12 +155,26 @@ class DeepSpeedPlugin(Settings):
     )
     msamp_opt_level: OptLevel = shared(Fp8Options, "fp8_opt_level", codec=TEXT, fallback="O1")
 
+    def __post_init__(self) -> None:
+        # Before defaults take the place of what nobody said.
+        self._facts: dict[str, Fact] = {}
+        for name, key in PLACES.items():
+            given, declared = getattr(self, name), knobs(self)[name]
+            value = declared.resolve(given) if given is not None or env.get(str(declared.env)) else None
+            origin = f"DeepSpeedPlugin({name}={given!r})" if given is not None else f"the variable {declared.env}"
+            if value is not None and value != AUTO:
+                self._facts[key] = Fact(value, origin)
+        super().__post_init__()
+
     def normalise(self) -> None:
         """Build DeepSpeed's configuration, or fill the one given and take its values over."""
         self._selected = False
+        self._gathering_said = _GATHERING in self._facts
+        self._unsaid: tuple[str, ...] = ()
         self.dschf: Any = None
         if self.hf_ds_config in (None, "none"):
             self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
+            refuse([*wrong_values(self.deepspeed_config)], "DeepSpeedPlugin")
         else:
             self._adopt_config()
         self.zero_stage = _stage(self.zero_stage)
@@ -194,7 +185,7 @@ class DeepSpeedPlugin(Settings):
             warn_once(
                 f"DeepSpeedPlugin(zero3_init_flag=True) works with ZeRO 3 only, but zero_stage={self.zero_stage!r}. "
                 "It is set to False; leave it out.",
-                stacklevel=4,
+                stacklevel=5,
             )
             self.zero3_init_flag = False
         if self.enable_msamp:
@@ -206,50 +197,56 @@ class DeepSpeedPlugin(Settings):
             self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     def _own_config(self) -> dict[str, Any]:
-        offload = {
-            f"offload_{what}": {"device": device, "nvme_path": path if device == "nvme" else None}
-            for what, device, path in (
-                ("optimizer", self.offload_optimizer_device, self.offload_optimizer_nvme_path),
-                ("param", self.offload_param_device, self.offload_param_nvme_path),
+        stage = _stage(self.zero_stage)
+        if self.offload_param_device in ("cpu", "nvme") and stage != 3:
+            log_once(
+                __name__,
+                f"DeepSpeedPlugin(offload_param_device={self.offload_param_device!r}) works with ZeRO 3 only, but "
+                f"zero_stage={stage!r}: the weights stay on the device. Leave it out.",
             )
-        }
-        return {
-            "train_batch_size": AUTO,
-            "train_micro_batch_size_per_gpu": AUTO,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "zero_optimization": {
-                "stage": _stage(self.zero_stage),
-                **offload,
-                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
-            },
-            "gradient_clipping": self.gradient_clipping,
-        }
+        return from_options({**{name: getattr(self, name) for name in PLACES}, "zero_stage": stage})
 
     def _adopt_config(self) -> None:
-        """Take a configuration of DeepSpeed's own, whose values win over the options here."""
-        given = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
-        doubles = [name for name in given if name in (*_PLACES, "mixed_precision")]
-        if doubles:
-            raise ConfigurationError(
-                f"The configuration file of the launcher gives {', '.join(doubles)}, which DeepSpeed's own "
-                "configuration gives too, so one of the two would be ignored. Remove them from the launcher's file."
-            )
+        """Take a configuration of DeepSpeed's own, and fill what it leaves to the options here."""
+        refuse_doubles((env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(","))
         # By what it offers, not by its class: other libraries have their own.
         if not (hasattr(self.hf_ds_config, "config") and hasattr(self.hf_ds_config, "find_config_node")):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.deepspeed_config
-        if "zero_optimization" not in config:
-            raise ConfigurationError(
-                f"DeepSpeed's configuration has the entries {', '.join(map(repr, config))}, but not "
-                "'zero_optimization', which says what is sharded. Add it, such as {'stage': 2}."
-            )
+        check(config, self.place)
+        check_against(config, self._facts, self.place)
+        self._gathering_said |= self.get_value(_GATHERING) not in (None, AUTO)
+        if config.get("bf16") is None and "bfloat16" in config:
+            config["bf16"] = config.pop("bfloat16")  # its old name, which DeepSpeed overlooks beside the new one
+        # What the configuration leaves out, the options may say.
+        add_missing(config, self._facts)
         # Written down, so that the engine and this plugin agree on what a missing entry means.
-        config.setdefault("gradient_accumulation_steps", 1)
+        if config.get("gradient_accumulation_steps") is None:
+            config["gradient_accumulation_steps"] = 1
+            self._unsaid = ("gradient_accumulation_steps",)
         config["zero_optimization"].setdefault("stage", _stage(self.zero_stage))
-        for name, key in _PLACES.items():
+        for name, key in PLACES.items():
             self.fill_match(key, must_match=False, **{key: getattr(self, name)})
             setattr(self, name, self.get_value(key, getattr(self, name)))
+        check(config, self.place)
+        config["zero_optimization"]["stage"] = _stage(self.zero_stage)
         self.hf_ds_config.set_stage_and_offload()
+
+    @property
+    def place(self) -> str:
+        """Return where DeepSpeed's configuration comes from: the path of a file, or the name of an argument."""
+        return str(getattr(self.hf_ds_config, "place", "hf_ds_config"))
+
+    @property
+    def gathers_16bit_weights(self) -> bool | None:
+        """Return whether whole weights are gathered in 16 bits for saving; None where nobody has said it."""
+        value = bool(self.get_value(_GATHERING))
+        return value if value or self._gathering_said else None
+
+    def open_config(self) -> dict[str, Any]:
+        """Return a copy of DeepSpeed's configuration in which entries that nobody has said are "auto"."""
+        config = copy.deepcopy(self.deepspeed_config)
+        return config | {name: AUTO for name in self._unsaid if config.get(name) == 1}
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -336,7 +333,7 @@ class DeepSpeedPlugin(Settings):
             ConfigurationError: The configuration turns the other half precision on.
         """
         config = self.deepspeed_config
-        chosen = _HALF.get(mixed_precision)
+        chosen = HALF.get(mixed_precision)
         for name in ("fp16", "bf16"):
             if chosen not in (None, name) and self.get_value(f"{name}.enabled") is True:
                 raise ConfigurationError(
@@ -346,7 +343,7 @@ class DeepSpeedPlugin(Settings):
         if chosen == "fp16" and "fp16" not in config:
             config["fp16"] = {"enabled": True, "auto_cast": True}
         for name in ("fp16", "bf16"):
-            entry = config.setdefault(name, {})
+            entry = config[name] = config.get(name) or {}
             if entry.setdefault("enabled", AUTO) == AUTO:
                 entry["enabled"] = name == chosen
         if chosen == "bf16":
@@ -359,7 +356,7 @@ class DeepSpeedPlugin(Settings):
         """Tell Transformers whether it is to build models in shards, and by which configuration.
 
         Raises:
-            MissingPackageError: It is, and DeepSpeed or Transformers is not installed.
+            MissingPackageError: It is, and DeepSpeed is not installed.
         """
         if not self.zero3_init_flag:
             self.dschf = None
@@ -369,6 +366,8 @@ class DeepSpeedPlugin(Settings):
             return
         why = "DeepSpeedPlugin(zero3_init_flag=True)"
         require("deepspeed", why=why, extra="deepspeed")
+        if not is_transformers_available():
+            return  # there is nobody to tell
         # Building in shards asks for sizes that only the loaders will give.
         config = {name: value for name, value in self.deepspeed_config.items() if value != AUTO}
         if "train_batch_size" not in config:

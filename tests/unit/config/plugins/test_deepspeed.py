@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import json
 import sys
 import warnings
@@ -95,13 +96,153 @@ def test_auto_is_filled_from_the_options() -> None:
     assert made.is_zero3_init_enabled()
 
 
-def test_values_of_the_configuration_win() -> None:
+def test_values_of_the_configuration_are_taken_over() -> None:
     own = {"gradient_accumulation_steps": 8, "gradient_clipping": 2.0, "zero_optimization": {"stage": 1}}
     own["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}  # type: ignore[index]
-    made = DeepSpeedPlugin(hf_ds_config=own, zero_stage=3, gradient_accumulation_steps=2, gradient_clipping=1.0)
+    made = DeepSpeedPlugin(hf_ds_config=own, zero_stage=1, gradient_accumulation_steps="auto")
     assert (made.zero_stage, made.gradient_accumulation_steps, made.gradient_clipping) == (1, 8, 2.0)
     assert made.offload_optimizer_device == "cpu"
     assert made.zero3_init_flag is False
+
+
+def test_an_option_that_contradicts_the_configuration_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"gradient_clipping": 2.0, "zero_optimization": {"stage": 1}}))
+    with pytest.raises(ConfigurationError) as caught:
+        DeepSpeedPlugin(hf_ds_config=str(file), zero_stage=3, gradient_clipping=1.0)
+    told = str(caught.value)
+    assert told.startswith(f"{file} has 2 faults:")
+    assert "gradient_clipping=2.0 contradicts 1.0, which DeepSpeedPlugin(gradient_clipping=1.0) gives" in told
+    assert "zero_optimization.stage=1 contradicts 3, which DeepSpeedPlugin(zero_stage=3) gives" in told
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    with pytest.raises(ConfigurationError, match=r"contradicts 2, which the variable ACCELERATE_DEEPSPEED_ZERO_STAGE"):
+        DeepSpeedPlugin(hf_ds_config=str(file))
+    assert DeepSpeedPlugin(hf_ds_config=str(file), zero_stage=1).zero_stage == 1
+
+
+def test_options_say_what_the_configuration_leaves_out() -> None:
+    made = plugin(
+        gradient_clipping=0.5,
+        gradient_accumulation_steps=4,
+        zero3_save_16bit_model=True,
+        offload_optimizer_device="nvme",
+        offload_optimizer_nvme_path="/disk",
+    )
+    assert made.deepspeed_config == {
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 4,
+        "steps_per_print": float("inf"),
+    }
+    assert made.hf_ds_config.is_offload()
+
+
+def test_a_plugin_made_again_from_its_own_values_is_the_same() -> None:
+    for made in (plugin(AUTO, zero_stage=3), plugin(), DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")):
+        again = dataclasses.replace(made)
+        assert again.get_value("zero_optimization.stage") == made.get_value("zero_optimization.stage")
+        assert again.zero3_init_flag == made.zero3_init_flag
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 0},
+            r"hf_ds_config: train_micro_batch_size_per_gpu=0 is not a whole number",
+        ),
+        ({"zero_optimization": {"stage": "four"}}, r"zero_optimization.stage='four' is not a stage of ZeRO"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto"}}},
+            r"needs a folder",
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"exclude each other"),
+    ],
+)
+def test_a_faulty_configuration_is_refused_when_the_plugin_is_made(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        plugin(config)
+
+
+def test_a_stage_in_quotes_is_a_stage() -> None:
+    made = plugin({"zero_optimization": {"stage": "3"}})
+    assert made.hf_ds_config.is_zero3()
+    assert made.get_value("zero_optimization.stage") == 3
+
+
+def test_the_old_name_of_bf16_is_not_overlooked() -> None:
+    made = plugin({"bfloat16": {"enabled": True}})
+    made.set_mixed_precision("no")
+    assert made.deepspeed_config["bf16"] == {"enabled": True}
+    assert "bfloat16" not in made.deepspeed_config
+    empty = plugin({"bf16": None})
+    empty.set_mixed_precision("bf16")
+    assert empty.deepspeed_config["bf16"] == {"enabled": True}
+
+
+def test_weights_are_offloaded_by_stage_3_alone(caplog: pytest.LogCaptureFixture) -> None:
+    made = DeepSpeedPlugin(offload_param_device="cpu")
+    assert made.get_value("zero_optimization.offload_param.device") == "none"
+    assert "DeepSpeedPlugin(offload_param_device='cpu') works with ZeRO 3 only, but zero_stage=2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"gradient_accumulation_steps": 0}, r"DeepSpeedPlugin: gradient_accumulation_steps=0 is not a whole number"),
+        ({"gradient_clipping": -1.0}, r"DeepSpeedPlugin: gradient_clipping=-1.0 is not a number from 0 on"),
+        ({"offload_optimizer_device": "gpu"}, r"device='gpu' is not a place to offload to"),
+    ],
+)
+def test_a_wrong_option_is_refused(option: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        DeepSpeedPlugin(**option)
+
+
+@pytest.mark.parametrize(
+    ("said", "gathers"),
+    [
+        ({}, None),
+        ({"zero3_save_16bit_model": True}, True),
+        ({"zero3_save_16bit_model": False}, False),
+        ({"hf_ds_config": {"zero_optimization": {"stage": 3}}}, None),
+        ({"hf_ds_config": AUTO}, None),
+        ({"hf_ds_config": AUTO, "zero3_save_16bit_model": False}, False),
+        (
+            {"hf_ds_config": {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}},
+            False,
+        ),
+    ],
+)
+def test_gathering_of_weights_is_known_to_be_said(said: dict[str, Any], gathers: bool | None) -> None:
+    assert DeepSpeedPlugin(**said).gathers_16bit_weights is gathers
+
+
+def test_gathering_of_weights_may_be_said_by_a_variable_or_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = DeepSpeedPlugin()
+    made.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    assert made.gathers_16bit_weights is True
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "false")
+    assert DeepSpeedPlugin().gathers_16bit_weights is False
+
+
+def test_what_nobody_said_is_open(tmp_path: Path) -> None:
+    made = plugin()
+    assert made.deepspeed_config["gradient_accumulation_steps"] == 1
+    assert made.open_config()["gradient_accumulation_steps"] == "auto"
+    assert plugin({"gradient_accumulation_steps": 1}).open_config()["gradient_accumulation_steps"] == 1
+    assert plugin(gradient_accumulation_steps=1).open_config()["gradient_accumulation_steps"] == 1
+    made.deepspeed_config["gradient_accumulation_steps"] = 3
+    assert made.open_config()["gradient_accumulation_steps"] == 3
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(ZERO))
+    assert (made.place, DeepSpeedPlugin(hf_ds_config=file).place) == ("hf_ds_config", str(file))
 
 
 def test_what_the_configuration_leaves_out_is_written_down() -> None:
@@ -359,6 +500,14 @@ def test_transformers_is_told_to_build_in_shards(integration: Mock) -> None:
         assert made.dschf is None
         integration.unset_hf_deepspeed_config.assert_called_once_with()
     assert made.dschf == (word, config)
+
+
+def test_nobody_is_told_where_transformers_is_missing(integration: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.config.plugins.deepspeed.is_transformers_available", lambda: False)
+    made = DeepSpeedPlugin(zero_stage=3)
+    made.select(_from_accelerator_state=True)
+    assert made.dschf is None
+    integration.HfDeepSpeedConfig.assert_not_called()
 
 
 def test_a_batch_size_for_all_processes_is_enough_to_build_in_shards(integration: Mock) -> None:

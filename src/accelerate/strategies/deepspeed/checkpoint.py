@@ -1,0 +1,331 @@
+"""DeepSpeed's own files inside a checkpoint: written with it as a whole, and read again by any number of processes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import pickle
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate._base import constants
+from accelerate._base.errors import CheckpointError
+from accelerate._base.imports import require
+from accelerate.checkpointing.files import FolderWriter
+from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed
+from accelerate.collectives.base import communicator
+
+_LOG = logging.getLogger(__name__)
+_WHY = "Checkpoints of DeepSpeed"
+_LATEST = "latest"
+_UNIVERSAL = "universal"
+_OWN = "accelerate"
+"""The entry of DeepSpeed's files that holds what it does not restore itself."""
+
+
+def engine_parts(prepared: Prepared) -> list[Part]:
+    """Return a part for each model: the engine's, with its optimizer, or the weights of a model that has none."""
+    safe = prepared.safe_serialization
+    return [
+        EnginePart(model, index, prepared.engine_options)
+        if _trains(model)
+        else ModelPart(model, index, safe_serialization=safe)
+        for index, model in enumerate(prepared.models)
+    ]
+
+
+def _trains(model: Any) -> bool:
+    """Return whether a model is an engine that has an optimizer."""
+    return getattr(model, "basic_optimizer", None) is not None
+
+
+class EnginePart:
+    """A model and its optimizer, which DeepSpeed writes in its own layout, a file or two on every rank.
+
+    Args:
+        engine: The engine that holds them.
+        options: Arguments of the engine's `save_checkpoint`.
+    """
+
+    everywhere = True
+
+    def __init__(self, engine: Any, index: int = 0, options: Mapping[str, Any] | None = None) -> None:
+        self.name = f"DeepSpeed engine {index}"
+        self.engine = engine
+        self.folder_name = indexed(constants.MODEL_NAME, index, "")
+        self.options = dict(options or {})
+        self._keywords: Mapping[str, Any] = {}
+        self._converted: list[Path] = []
+
+    def snapshot(self) -> Any:
+        """Return what the engine would write: the path of each file, and what is in it."""
+        engine = self.engine
+        tag = str(self.options.get("tag") or f"global_step{engine.global_steps}")
+        client_state = {**self.options.get("client_state", {}), _OWN: {"groups": _group_values(engine)}}
+        files = _Collector()
+        with _replaced(engine, checkpoint_engine=files, _copy_recovery_script=lambda path: None):
+            engine.save_checkpoint(
+                self.folder_name, **{**self.options, "tag": tag, "client_state": client_state, "save_latest": False}
+            )
+        return {"tag": tag, "files": files.states}
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        """Write the files of this rank; the first one writes which is the latest, and how to read them without us."""
+        for name, state in payload["files"].items():
+            folder.write_torch(name, state)
+        if self.engine.global_rank == 0:
+            own = folder.path / self.folder_name
+            own.mkdir(exist_ok=True)
+            folder.write_text(f"{self.folder_name}/{_LATEST}", payload["tag"])
+            before = set(own.iterdir())
+            self.engine._copy_recovery_script(str(own))
+            for script in sorted(set(own.iterdir()) - before):
+                folder.add_written(script)
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        """Return where the files are from which this engine can go on; of another number of processes, converted ones.
+
+        Raises:
+            CheckpointError: If they are not there, of another engine, or DeepSpeed cannot convert them.
+        """
+        self._keywords = options.model_kwargs
+        own = folder / self.folder_name
+        latest = own / _LATEST
+        if not latest.is_file():
+            raise CheckpointError(
+                f"{str(own)!r} has no files of DeepSpeed: the checkpoint is of a run without it, or of fewer models. Load it "
+                "as it was saved, or load the weights alone with load_checkpoint_in_model before prepare()."
+            )
+        tag = latest.read_text(encoding="utf-8").strip()
+        facts = read_facts(own / tag)
+        facts.check(self.engine, own)
+        if facts.num_shards in (None, self.engine.seq_dp_world_size):
+            return {"folder": own, "tag": tag, "universal": False}
+        return {"folder": self._convert(own / tag), "tag": _UNIVERSAL, "universal": True}
+
+    def _convert(self, source: Path) -> Path:
+        """Let the first rank write the files in the layout that any number of processes reads, beside the checkpoint."""
+        ranks = communicator()
+        found: list[Any] = [None]
+        if ranks.rank == 0:
+            try:
+                found = [_to_universal(source)]
+            except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
+                found = [error]
+        ranks.broadcast_objects(found)
+        if isinstance(found[0], Exception):
+            raise CheckpointError(
+                f"The checkpoint {str(source)!r} was saved by another number of processes, and DeepSpeed cannot convert it "
+                f"({type(found[0]).__name__}: {found[0]}). Load it with as many processes as it was saved by."
+            ) from found[0]
+        if ranks.rank == 0:
+            self._converted.append(found[0])
+        return Path(found[0])
+
+    def restore(self, payload: Any) -> None:
+        """Let the engine go on from the files."""
+        engine, universal = self.engine, payload["universal"]
+        strict = self._keywords.get("load_module_strict", self._keywords.get("strict", True))
+        try:
+            with (
+                _replaced(engine, checkpoint_engine=_Reader()),
+                _replaced(engine._config, load_universal_checkpoint=universal),
+            ):
+                path, client_state = engine.load_checkpoint(
+                    str(payload["folder"]), tag=payload["tag"], load_module_strict=strict
+                )
+            if path is None:
+                raise CheckpointError(f"DeepSpeed found nothing to load in {str(payload['folder'])!r}.")
+            if universal:
+                _separate_steps(engine)
+            _set_group_values(engine, (client_state.get(_OWN) or {}).get("groups"))
+        finally:
+            communicator().barrier()
+            for folder in self._converted:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other attributes for a while."""
+    before = {name: owner.__dict__[name] for name in values if name in owner.__dict__}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def _group_values(engine: Any) -> list[dict[str, Any]]:
+    """Return what each group of parameters has beside them; the layout for any number of processes keeps the first only."""
+    groups = engine.optimizer.param_groups
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _separate_steps(engine: Any) -> None:
+    """Give every parameter a count of its own: after a conversion ZeRO 3 has one tensor for all (deepspeed 0.19)."""
+    for state in engine.basic_optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+
+
+def _set_group_values(engine: Any, saved: list[dict[str, Any]] | None) -> None:
+    groups = engine.optimizer.param_groups
+    if saved is not None and len(saved) == len(groups):
+        for group, values in zip(groups, saved, strict=True):
+            group.update(values)
+
+
+# --- how DeepSpeed's files are written and read ------------------------------------------------------------------------
+
+
+class _Collector:
+    """Stand in the place of what writes the engine's files, and keep what it is given."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] = {}
+
+    def create(self, info: Any) -> None:
+        """Begin."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make nothing: folders come with their files."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep a file."""
+        self.states[Path(path).as_posix()] = state_dict
+
+    def commit(self, info: Any) -> bool:
+        """End."""
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Say who writes what all ranks have."""
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        """Say that files are not written behind training by DeepSpeed itself."""
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        """Say that tensors which share memory do so in the file as well."""
+        return True
+
+
+class _Reader(_Collector):
+    """Stand in the place of what reads the engine's files, and run nothing that is in them."""
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the content of a file."""
+        return read_file(Path(path), map_location)
+
+
+def read_file(path: Path, map_location: Any = "cpu") -> Any:
+    """Return the content of one of DeepSpeed's files, which may hold tensors, plain values and DeepSpeed's own settings.
+
+    Raises:
+        CheckpointError: If it cannot be read, or holds anything else.
+    """
+    try:
+        with torch.serialization.safe_globals(_known_classes()):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{str(path)!r} is missing: the checkpoint is not whole. Use another one.") from error
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}): it is broken, or it holds "
+            "objects that are not loaded for safety. Use another checkpoint."
+        ) from error
+
+
+def _known_classes() -> list[Any]:
+    """Return the classes of DeepSpeed's own that it writes into its files."""
+    scalers = require("deepspeed.runtime.fp16.loss_scaler", why=_WHY, extra="deepspeed")
+    names = require("deepspeed.utils.tensor_fragment", why=_WHY, extra="deepspeed")
+    zero = require("deepspeed.runtime.zero.config", why=_WHY, extra="deepspeed")
+    offload = require("deepspeed.runtime.zero.offload_config", why=_WHY, extra="deepspeed")
+    found = [
+        getattr(scalers, name) for name in ("LossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile")
+    ]
+    found += [names.fragment_address, zero.ZeroStageEnum, offload.OffloadDeviceEnum]
+    return found
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What DeepSpeed's files say of the engine that wrote them.
+
+    Args:
+        stage: The stage of ZeRO.
+        num_shards: Over how many processes the optimizer is sharded; None where it is whole.
+    """
+
+    stage: int
+    num_shards: int | None
+    files: tuple[str, ...] = field(default=())
+
+    def check(self, engine: Any, folder: Path) -> None:
+        """Refuse the files of another engine.
+
+        Raises:
+            CheckpointError: If they are of another stage of ZeRO.
+        """
+        own = int(engine.zero_optimization_stage())
+        if self.stage != own:
+            raise CheckpointError(
+                f"{str(folder)!r} was saved with ZeRO {self.stage}, and this run has zero_stage={own}, whose files are others. "
+                f"Write zero_stage={self.stage}, or load the weights alone."
+            )
+
+
+def read_facts(folder: Path) -> EngineFacts:
+    """Return what the files in a folder say of the engine that wrote them.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    models = sorted(folder.glob("*model_states.pt"))
+    if not models:
+        raise CheckpointError(f"{str(folder)!r} has no weights of DeepSpeed. Use another checkpoint.")
+    state = read_file(models[0], "meta")
+    config = state.get("ds_config") or {}
+    stage = int((config.get("zero_optimization") or {}).get("stage", 0))
+    return EngineFacts(stage, int(state["dp_world_size"]) if stage else None, tuple(path.name for path in models))
+
+
+def _to_universal(source: Path) -> Path:
+    """Write the files of an engine in the layout that any number of processes reads, and return the folder."""
+    # DeepSpeed reads them with pickle: not before they are known to hold nothing else than it wrote.
+    for path in sorted(source.glob("*.pt")):
+        read_file(path, "meta")
+    target = Path(tempfile.mkdtemp(prefix=".universal-", dir=source.parent.parent))
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target / _UNIVERSAL),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it draws bars
+            require("deepspeed.checkpoint.ds_to_universal", why=_WHY, extra="deepspeed").main(arguments)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    _LOG.info("%s was converted for another number of processes.", source)
+    return target
