@@ -57,6 +57,9 @@ class FakeHost(Host):
     def find_program(self, name: str) -> str | None:
         return name
 
+    def has_package(self, name: str) -> bool:
+        return True
+
     def port_in_use(self, port: int) -> bool:
         return False
 

@@ -52,12 +52,17 @@ def test_deepspeed() -> None:
     command, environment = prepare_deepspeed_cmd_env(parsed("--cpu", "--use_deepspeed", "--num_processes", "2"))
     assert command is None
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    Path("hosts").write_text("a slots=2\nb slots=2\n")
     many = ("--num_machines", "2", "--main_process_ip", "10.0.0.1", "--deepspeed_hostfile", "hosts")
-    command, environment = prepare_deepspeed_cmd_env(parsed("--cpu", "--use_deepspeed", "--num_processes", "4", *many))
+    by_hand = (*many, "--deepspeed_multinode_launcher", "nossh", "--machine_rank", "1", "--main_process_port", "1234")
+    words = ("--cpu", "--use_deepspeed", "--num_processes", "4", *by_hand)
+    command, environment = prepare_deepspeed_cmd_env(parsed(*words))
     assert command is not None
-    assert command[0] == "deepspeed"
+    assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
     assert command[-3:] == ["train.py", "--lr", "1"]
-    assert "DS_ENV_FILE" not in environment
+    # The files that the command names are there.
+    assert Path(command[command.index("--hostfile") + 1]).read_text() == "a slots=2\nb slots=2\n"
+    assert (environment["DS_ACCELERATOR"], "PATH" in environment) == ("cpu", True)
 
 
 def test_parts_of_the_environment() -> None:

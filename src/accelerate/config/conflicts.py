@@ -58,9 +58,12 @@ def _counts(config: RunConfig, environ: Mapping[str, str]) -> None:
                 f"Write --{name} with a number from 1 on."
             )
     # Slurm and MPI may share processes out in their own way.
-    if not _cluster_names_hosts(config, environ):
+    hosts_are_named = _cluster_names_hosts(config, environ)
+    if not hosts_are_named:
         check_even_share(config)
-    _check_machine_rank(config)
+    # A hostfile may say how many machines there are.
+    if not (hosts_are_named and config.is_default("num_machines")):
+        _check_machine_rank(config)
 
 
 def _range(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -99,7 +102,9 @@ def _check_machine_rank(config: RunConfig) -> None:
 def _cluster_names_hosts(config: RunConfig, environ: Mapping[str, str]) -> bool:
     """Say whether a hostfile, Slurm or MPI names the machines, so that no address is needed."""
     slurm = config.machine.slurm
-    hostfile = config["mpirun_hostfile"] or (config["use_deepspeed"] and config["deepspeed_hostfile"])
+    # All but these two find the machines in a hostfile or ask Slurm for them.
+    by_hand = config["deepspeed_multinode_launcher"] in (None, "standard", "nossh")
+    hostfile = config["mpirun_hostfile"] or (config["use_deepspeed"] and (config["deepspeed_hostfile"] or not by_hand))
     inside_mpi = any(environ.get(name) for name in MPI_WORLD_SIZES)
     return bool(hostfile) or (slurm is not None and slurm.num_nodes > 1) or inside_mpi
 
@@ -368,11 +373,25 @@ def check_tpu(config: RunConfig) -> None:
 
 
 def check_deepspeed_filters(config: RunConfig) -> None:
-    """Refuse two filters of machines for DeepSpeed's launcher."""
+    """Refuse two filters of machines for DeepSpeed."""
     if config["deepspeed_inclusion_filter"] and config["deepspeed_exclusion_filter"]:
         raise ConfigurationError(
-            "deepspeed_inclusion_filter and deepspeed_exclusion_filter were both given, and DeepSpeed takes one of "
-            "them. Leave one out."
+            f"{_with_origin(config, 'deepspeed_inclusion_filter')} and {_with_origin(config, 'deepspeed_exclusion_filter')} were "
+            "both given, and DeepSpeed takes one of them. Leave one out."
+        )
+
+
+def check_deepspeed_rank(config: RunConfig, num_machines: int) -> None:
+    """Refuse a machine that does not know its place among those that DeepSpeed starts by hand."""
+    if not config.is_given("machine_rank"):
+        raise ConfigurationError(
+            f"{_with_origin(config, 'deepspeed_multinode_launcher')} starts each of {num_machines} machines by hand, and this "
+            f"machine's place among them was not given. Add --machine_rank, from 0 to {num_machines - 1}."
+        )
+    if not 0 <= int(config["machine_rank"]) < num_machines:
+        raise ConfigurationError(
+            f"{_with_origin(config, 'machine_rank')} is not a place among the {num_machines} machines of the run. "
+            f"Write --machine_rank with a number from 0 to {num_machines - 1}."
         )
 
 

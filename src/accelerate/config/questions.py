@@ -11,7 +11,13 @@ from accelerate.config.cluster_config import ClusterConfig
 from accelerate.config.files import kind_of
 from accelerate.config.knob import TEXT, YES_NO, Codec, Condition, LaunchSection
 from accelerate.config.sections.compute import DynamoOptions, Fp8Options, ParallelismOptions
-from accelerate.config.sections.engines import DeepSpeedOptions, FsdpOptions, MegatronOptions
+from accelerate.config.sections.engines import (
+    DeepSpeedOptions,
+    FsdpOptions,
+    MegatronOptions,
+    meets_by_torch,
+    started_by_hand,
+)
 from accelerate.config.sections.launch import MpiOptions, TpuOptions, several_processes
 from accelerate.config.sections.registry import LaunchOption, options
 
@@ -36,6 +42,12 @@ _ORDER: tuple[str | type[LaunchSection], ...] = (
     "cpu",
     "num_machines",
     MpiOptions,
+    # The engine, and who starts it elsewhere, say what else must be known of the machines.
+    ENGINE,
+    "deepspeed_multinode_launcher",
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
     "machine_rank",
     "main_process_ip",
     "main_process_port",
@@ -44,7 +56,6 @@ _ORDER: tuple[str | type[LaunchSection], ...] = (
     "num_processes",
     "enable_cpu_affinity",
     "debug",
-    ENGINE,
     FsdpOptions,
     DeepSpeedOptions,
     MegatronOptions,
@@ -55,6 +66,15 @@ _ORDER: tuple[str | type[LaunchSection], ...] = (
     DynamoOptions,
     TpuOptions,
 )
+
+
+# Asked for where these hold as well as their own conditions.
+_MORE_CONDITIONS: dict[str, Condition] = {
+    **dict.fromkeys(("machine_rank", "main_process_ip"), started_by_hand),
+    "rdzv_backend": meets_by_torch,
+    # DeepSpeed's own file says it.
+    "mixed_precision": lambda answers: not answers["deepspeed_config_file"],
+}
 
 
 def _always(answers: Mapping[str, Any]) -> bool:
@@ -204,7 +224,12 @@ def option_question(option: LaunchOption, machine: Machine) -> Question:
         raise ValueError(f"{option.name} is not asked for; give its knob an `ask`")
     conditions = [
         condition
-        for condition in (_switched_on(option.section.switch), declared.only_if, ask.only_if)
+        for condition in (
+            _switched_on(option.section.switch),
+            declared.only_if,
+            ask.only_if,
+            _MORE_CONDITIONS.get(option.name),
+        )
         if condition is not None
     ]
     choices = [(choice, str(choice)) for choice in ask.choices or declared.choices]
@@ -230,7 +255,11 @@ def _switched_on(switch: str | None) -> Condition | None:
 
 def _of_section(section: type[LaunchSection]) -> Iterator[LaunchOption]:
     """Yield the options of a section that are asked for, those behind another one right after it."""
-    asked = [option for option in options().values() if option.section is section and option.knob.ask is not None]
+    asked = [
+        option
+        for option in options().values()
+        if option.section is section and option.knob.ask is not None and option.name not in _ORDER
+    ]
     followers = {option.knob.ask.after: option for option in asked if option.knob.ask and option.knob.ask.after}
     for option in asked:
         if option in followers.values():
@@ -330,7 +359,7 @@ def cluster_config(answers: Mapping[str, Any]) -> ClusterConfig:
     content: dict[str, Any] = {
         "compute_environment": ComputeEnvironment.LOCAL_MACHINE,
         "distributed_type": DistributedType(kind),
-        "mixed_precision": values["mixed_precision"],
+        "mixed_precision": None if values["deepspeed_config_file"] else values["mixed_precision"],
         "use_cpu": bool(values["cpu"]),
         "debug": bool(values["debug"]),
         # One process, where no number was asked for.

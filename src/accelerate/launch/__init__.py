@@ -15,7 +15,7 @@ from accelerate.launch.deepspeed import DEEPSPEED
 from accelerate.launch.elastic import ELASTIC, ONE_PROCESS
 from accelerate.launch.host import Host
 from accelerate.launch.mpi import MPI
-from accelerate.launch.plan import ElasticOptions, Launcher, LaunchPlan
+from accelerate.launch.plan import DEEPSPEED_DEVICE, ElasticOptions, Launcher, LaunchPlan, computes_on_cpu
 from accelerate.launch.slurm import SLURM
 from accelerate.launch.tpu import TPU
 
@@ -61,7 +61,10 @@ def make_plan(config: RunConfig, host: Host, launchers: Sequence[Launcher] = LAU
     conflicts.check_script(config, host.find_program)
     launcher = choose_launcher(config, host, launchers)
     plan = launcher.value.plan(config, host)
-    return replace(plan, launcher=launcher.value.name, reason=launcher.reason, quiet=bool(config["quiet"]))
+    notes = plan.notes
+    if DEEPSPEED_DEVICE in plan.environment and DEEPSPEED_DEVICE not in host.environment:
+        notes += (f"{DEEPSPEED_DEVICE}=cpu lets DeepSpeed compute on the CPU: {computes_on_cpu(config, host).reason}.",)
+    return replace(plan, notes=notes, launcher=launcher.value.name, reason=launcher.reason, quiet=bool(config["quiet"]))
 
 
 def run(plan: LaunchPlan, *, in_place: bool = False) -> int:

@@ -126,11 +126,18 @@ def agent_plan(
         **{name: config[name] for name in _HANDED_ON if config[name] is not None},
     )
     environment = worker_environment(config, host, local)
-    if machines > 1 and local_addr is not None and _INTERFACE not in host.environment:
-        # gloo announces the address that the host name leads to, which is often the loopback one.
-        interface = host.interface_of(local_addr)
-        environment |= {_INTERFACE: interface} if interface else {}
+    if machines > 1:
+        environment |= interface_variables(host, local_addr)
     return LaunchPlan("elastic", recorded_command(config, host), environment, rendezvous.notes, agent)
+
+
+def interface_variables(host: Host, address: str | None) -> dict[str, str]:
+    """Return the variable that names the network interface of this machine's address, where it can be found out."""
+    if address is None or _INTERFACE in host.environment:
+        return {}
+    # gloo announces the address that the host name leads to, which is often the loopback one.
+    interface = host.interface_of(address)
+    return {_INTERFACE: interface} if interface else {}
 
 
 ONE_PROCESS = Launcher("one process", lambda config, host: Choice(True, "one process on one machine"), _plan_one)

@@ -42,6 +42,12 @@ class Host:
         """Return the path of a program, None where it is not on the PATH."""
         return shutil.which(name)
 
+    def has_package(self, name: str) -> bool:
+        """Say whether this interpreter can import a package, without doing so."""
+        from importlib.util import find_spec
+
+        return find_spec(name) is not None
+
     def port_in_use(self, port: int) -> bool:
         """Say whether something listens on a port of this machine."""
         return is_port_in_use(port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ class MpiFamily:
     Args:
         marks: Words in `mpirun --version` by which the family is known.
         per_node: Sets the processes of each machine; `{}` takes their number.
+        by_slot: Fills the slots of one machine after the other.
+        host_line: The line of a hostfile; `{}` takes the name, then the number of slots.
         variable: Hands a variable on; `{name}` and `{value}` take it.
     """
 
@@ -35,21 +38,29 @@ class MpiFamily:
     count: str
     hostfile: str
     per_node: tuple[str, ...]
+    by_slot: tuple[str, ...]
+    host_line: str
     variable: tuple[str, ...]
 
 
-_FAMILIES = (
-    MpiFamily(
-        ("open mpi", "open-mpi", "openrte"),
-        "-np",
-        "--hostfile",
-        # Threads of a worker must not share one core, so Open MPI's binding is off.
-        ("--map-by", "ppr:{}:node", "--bind-to", "none"),
-        ("-x", "{name}"),
-    ),
-    MpiFamily(
-        ("intel(r) mpi", "hydra", "mpich", "mvapich"), "-n", "-f", ("-ppn", "{}"), ("-genv", "{name}", "{value}")
-    ),
+OPEN_MPI = MpiFamily(
+    marks=("open mpi", "open-mpi", "openrte"),
+    count="-np",
+    hostfile="--hostfile",
+    # Threads of a worker must not share one core, so Open MPI's binding is off.
+    per_node=("--map-by", "ppr:{}:node", "--bind-to", "none"),
+    by_slot=("--map-by", "slot", "--bind-to", "none"),
+    host_line="{} slots={}",
+    variable=("-x", "{name}"),
+)
+HYDRA = MpiFamily(
+    marks=("intel(r) mpi", "hydra", "mpich", "mvapich"),
+    count="-n",
+    hostfile="-f",
+    per_node=("-ppn", "{}"),
+    by_slot=(),
+    host_line="{}:{}",
+    variable=("-genv", "{name}", "{value}"),
 )
 
 
@@ -84,10 +95,7 @@ def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
     if program is None:
         raise conflicts.no_mpirun(config)
     local = processes_per_machine(config)
-    version = host.mpi_version(program)
-    family = next((one for one in _FAMILIES if any(mark in version.lower() for mark in one.marks)), None)
-    if family is None:
-        raise conflicts.unknown_mpi(version)
+    family = mpi_family(host, program)
     path, files, hosts = _hostfile(str(config["mpirun_hostfile"]), local)
     several = int(config["num_machines"] or 1) > 1
     if several:
@@ -97,17 +105,43 @@ def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
         rendezvous = Rendezvous(str(address), int(config["main_process_port"] or DEFAULT_PORT))
     else:
         rendezvous = local_rendezvous(config, host)
-    values = worker_environment(config, host, local)
+    values = worker_environment(config, host, local, here=not several)
     values |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.fixed_port(host))}
     if not several:
         # A folder for records means something on this machine alone.
         values[_FAILURE_FOLDER] = f"{FILES}/failures"
-    argv = [program, family.count, str(config["num_processes"] or 1), family.hostfile, path]
-    argv += [word.replace("{}", str(local)) for word in family.per_node]
-    for variable, value in values.items():
-        argv += [word.format(name=variable, value=value) for word in family.variable]
+    placement = tuple(word.replace("{}", str(local)) for word in family.per_node)
+    argv = mpirun_command(program, family, int(config["num_processes"] or 1), path, placement, values)
     command = (*argv, *recorded_command(config, host))
     return LaunchPlan("spawn_command", command, values, rendezvous.notes, files=files)
+
+
+def mpi_family(host: Host, program: str) -> MpiFamily:
+    """Return the family of an mpirun.
+
+    Raises:
+        ConfigurationError: It is of none that is known.
+    """
+    version = host.mpi_version(program)
+    for family in (OPEN_MPI, HYDRA):
+        if any(mark in version.lower() for mark in family.marks):
+            return family
+    raise conflicts.unknown_mpi(version)
+
+
+def mpirun_command(
+    program: str, family: MpiFamily, count: int, hostfile: str, placement: tuple[str, ...], values: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return the command up to the program that every process runs.
+
+    Args:
+        placement: The words that say how many processes a machine gets.
+        values: The variables that are handed on.
+    """
+    argv = [program, family.count, str(count), family.hostfile, hostfile, *placement]
+    for variable, value in values.items():
+        argv += [word.format(name=variable, value=value) for word in family.variable]
+    return tuple(argv)
 
 
 def _hostfile(given: str, slots: int) -> tuple[str, dict[str, str], list[str]]:

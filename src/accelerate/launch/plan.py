@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,8 @@ FILES = "@accelerate-files@"
 WORKER = Path(__file__).with_name("worker.py")
 # The address of the first process depends on the launcher, the threads on how many processes share this machine.
 _SET_BY_LAUNCHER = frozenset({"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
+# Says to DeepSpeed what it computes on.
+DEEPSPEED_DEVICE = "DS_ACCELERATOR"
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,15 @@ def recorded_command(config: RunConfig, host: Host) -> tuple[str, ...]:
 
 def script_kind(config: RunConfig) -> str:
     """Return how `worker.py` is told to run what was named."""
+    if config["no_python"]:
+        return "program"
     return "module" if config["module"] else "script"
+
+
+def encoded_words(words: tuple[str, ...], variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return arguments of `worker.py` that no shell on the way changes, and that set variables before the script."""
+    content = json.dumps({"arguments": words, "variables": dict(variables)})
+    return ("encoded", base64.urlsafe_b64encode(content.encode()).decode())
 
 
 def script_words(config: RunConfig) -> tuple[str, ...]:
@@ -134,9 +146,15 @@ def script_words(config: RunConfig) -> tuple[str, ...]:
     return (str(config["training_script"]), *map(str, config["training_script_args"] or ()))
 
 
-def worker_environment(config: RunConfig, host: Host, local_processes: int) -> dict[str, str]:
-    """Return the variables that tell the workers their settings, with the number of threads each may use."""
+def worker_environment(config: RunConfig, host: Host, local_processes: int, *, here: bool = True) -> dict[str, str]:
+    """Return the variables that tell the workers their settings, with the number of threads each may use.
+
+    Args:
+        here: The workers run on this machine, so that what it has is what they have.
+    """
     values = {name: value for name, value in encode(config).items() if name not in _SET_BY_LAUNCHER}
+    if computes_on_cpu(config, host, here=here).value:
+        values[DEEPSPEED_DEVICE] = "cpu"
     if local_processes > 1:
         # It binds threads to the first cores, the same ones in every process.
         values.pop("KMP_AFFINITY", None)
@@ -151,6 +169,20 @@ def worker_environment(config: RunConfig, host: Host, local_processes: int) -> d
         share = host.physical_cores() // local_processes if config["cpu"] else 1
         values["OMP_NUM_THREADS"] = str(max(1, share))
     return values
+
+
+def computes_on_cpu(config: RunConfig, host: Host, *, here: bool = True) -> Choice[bool]:
+    """Say whether DeepSpeed must be told to compute on the CPU, and why."""
+    forced = host.environment.get("ACCELERATE_TORCH_DEVICE", "")
+    if not config["use_deepspeed"]:
+        return Choice(False, "DeepSpeed was not asked for")
+    if DEEPSPEED_DEVICE in host.environment:
+        return Choice(False, f"{DEEPSPEED_DEVICE} is set already")
+    if config["cpu"]:
+        return Choice(True, f"cpu=True ({config.origin('cpu')})")
+    if forced:
+        return Choice(forced.startswith("cpu"), f"ACCELERATE_TORCH_DEVICE={forced}")
+    return Choice(here and not config.machine.has_accelerator, f"this machine has {config.machine}")
 
 
 def seconds_to_end(config: RunConfig, host: Host) -> float:

@@ -69,12 +69,16 @@ def _allocated_nodes(host: Host) -> int:
 
 def _accepts(config: RunConfig, host: Host) -> Choice[bool]:
     """Accept inside a step of several tasks, and in a batch script that holds several nodes."""
-    # Who names the machines on the command line starts them as well.
-    if config.is_typed("main_process_ip") or config.is_typed("machine_rank"):
-        return Choice(False, "the machines are named on the command line")
     step = _find_step(host)
+    by_slurm = config["use_deepspeed"] and config["deepspeed_multinode_launcher"] == "slurm"
+    # Who names the machines on the command line starts them as well, unless srun was asked to and has.
+    named = config.is_typed("main_process_ip") or config.is_typed("machine_rank")
+    if named and not (by_slurm and step is not None):
+        return Choice(False, "the machines are named on the command line")
     if step is not None:
         return Choice(step.tasks > 1, f"srun started {step.tasks} tasks")
+    if config["use_deepspeed"] and config["deepspeed_hostfile"]:
+        return Choice(False, f"deepspeed_hostfile={config['deepspeed_hostfile']!r} names the machines")
     nodes = _allocated_nodes(host)
     if nodes < 2 or (config.is_given("num_machines") and int(config["num_machines"] or 1) < 2):
         return Choice(False, "this job has one node, or one machine was asked for")
@@ -120,17 +124,46 @@ def _plan_srun(config: RunConfig, host: Host) -> LaunchPlan:
     nodes = _allocated_nodes(host)
     if host.find_program("srun") is None:
         raise conflicts.no_srun(nodes)
-    threads = host.environment.get("SLURM_CPUS_PER_TASK")
-    # srun does not take this over from the batch script by itself.
-    resources = (f"--cpus-per-task={threads}",) if threads else ()
-    argv = ("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *resources)
     note = (
         f"A batch script runs on the first of its {nodes} nodes only: srun starts this launcher once on each of them. "
         "Add --num_machines 1 to stay on this node."
     )
-    command = (*argv, host.python, "-m", "accelerate.commands.launch", *host.arguments)
+    return srun_plan(config, host, nodes, notes=(note,))
+
+
+def inside_step(host: Host) -> bool:
+    """Say whether srun has started this process."""
+    return _find_step(host) is not None
+
+
+def srun_plan(
+    config: RunConfig,
+    host: Host,
+    nodes: int,
+    *,
+    names: tuple[str, ...] = (),
+    processes_each: int | None = None,
+    notes: tuple[str, ...] = (),
+) -> LaunchPlan:
+    """Return the plan by which srun starts this launcher once on each node.
+
+    Args:
+        names: The nodes, where they are to be certain ones.
+        processes_each: How many processes each node starts; None lets the launchers that are started find it out.
+    """
+    argv = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    threads = host.environment.get("SLURM_CPUS_PER_TASK")
+    # srun does not take this over from the batch script by itself.
+    argv += [f"--cpus-per-task={threads}"] if threads else []
+    argv += [f"--nodelist={','.join(names)}"] if names else []
+    if processes_each is not None and not _allocated_nodes(host) and not config["cpu"]:
+        # Outside of a job srun asks for one: with what its processes compute on.
+        argv.append(f"--gpus-per-node={processes_each}")
+    # What was typed stands behind it and wins.
+    number = ("--num_processes", str(processes_each * nodes)) if processes_each is not None else ()
+    command = (*argv, host.python, "-m", "accelerate.commands.launch", *number, *host.arguments)
     seconds = seconds_to_end(config, host) + _EXTRA_SECONDS
-    return LaunchPlan("spawn_command", command, {}, (note,), seconds_to_end=seconds)
+    return LaunchPlan("spawn_command", command, {}, notes, seconds_to_end=seconds)
 
 
 SLURM = Launcher("Slurm", _accepts, _plan)

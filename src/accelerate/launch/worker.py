@@ -2,13 +2,15 @@
 
 Started as a file, `worker.py script|module NAME ARGUMENTS...`, with nothing of the library on the way to the script:
 `sys.argv`, `sys.path[0]`, `__main__` and the traceback are those of `python NAME ARGUMENTS...`. On a TPU machine
-`worker.py xla COUNT FUNCTION script|module NAME ARGUMENTS...` runs a function of the script on every core.
+`worker.py xla COUNT FUNCTION script|module NAME ARGUMENTS...` runs a function of the script on every core. With `program`
+a program takes the place of the worker; `encoded TEXT` holds all of this, and variables, where a shell is on the way.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import io
+import os
 import sys
 import types
 from pathlib import Path
@@ -21,6 +23,10 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "xla":
         _spawn_on_cores(*arguments[1:])
         return
+    if arguments[0] == "encoded":
+        arguments = _decode(arguments[1])
+    if arguments[0] == "program":
+        os.execvp(arguments[1], arguments[1:])
     kind, name, *rest = arguments
     _set_arguments(kind, name, rest)
     record = _record_path()
@@ -43,6 +49,19 @@ def main(arguments: list[str]) -> None:
         _write_record(record, error, "".join(traceback.format_exception(error)))
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _decode(text: str) -> list[str]:
+    """Set the variables of an encoded command and return its arguments."""
+    import base64
+    import json
+
+    from accelerate.config import env
+
+    content = json.loads(base64.urlsafe_b64decode(text))
+    for name, value in content["variables"].items():
+        env.put(name, value)
+    return list(content["arguments"])
 
 
 def _set_arguments(kind: str, name: str, rest: list[str]) -> None:

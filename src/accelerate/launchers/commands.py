@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -95,14 +99,23 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Return the command of DeepSpeed's launcher, None where torch's agent does it, and the environment."""
-    config, host = _resolved(args), Host()
+    """Return the command that starts the machines of a DeepSpeed run, None where torch's agent does it, and the environment.
+
+    Files that the command needs are in a folder that stays until this process ends.
+
+    Raises:
+        ConfigurationError: The machines cannot be started as the options ask.
+    """
+    config, host = _resolved(args), Host(arguments=tuple(getattr(args, "typed_arguments", ())))
     if not DEEPSPEED.accepts(config, host).value:
         return None, prepare_multi_gpu_env(args)
     plan = DEEPSPEED.plan(config, host)
-    # The environment is given here, so the file that carries it to other machines stays with the launcher.
-    variables = {name: value for name, value in plan.environment.items() if name != "DS_ENV_FILE"}
-    return list(plan.argv), {**env.items(), **variables}
+    folder = tempfile.mkdtemp(prefix="accelerate-launch-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, content in plan.files.items():
+        Path(folder, name).write_text(content)
+    argv, variables = plan.in_folder(folder)
+    return list(argv), {**env.items(), **variables}
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:

@@ -35,9 +35,9 @@ def parsed(*words: str) -> argparse.Namespace:
             launch.deepspeed_launcher,
             [
                 *("--cpu", "--use_deepspeed", "--num_processes", "4", "--num_machines", "2"),
-                *("--main_process_ip", "10.0.0.1", "--deepspeed_hostfile", "hosts"),
+                *("--main_process_ip", "10.0.0.1", "--machine_rank", "1", "--deepspeed_multinode_launcher", "nossh"),
             ],
-            ["launcher: deepspeed", "command: deepspeed ", "file ", "  ACCELERATE_USE_DEEPSPEED=true"],
+            ["launcher: deepspeed", "-m deepspeed.launcher.runner", "file hostfile", "  ACCELERATE_USE_DEEPSPEED=true"],
         ),
         (launch.tpu_launcher, ["--tpu"], ["launcher: TPU", "worker.py xla"]),
         (launch.tpu_pod_launcher, ["--tpu", "--vm", "a"], ["launcher: TPU", "xla_dist --vm a"]),

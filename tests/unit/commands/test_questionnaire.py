@@ -136,6 +136,7 @@ def test_two_machines_with_the_accelerators_that_were_found(tmp_path: Path, four
     # Several accelerators of the kind that was found are offered.
     terminal.accepts("Where the run is", "What the run is on")
     terminal.types("Number of machines", "2")
+    terminal.accepts("Engine that shards the model")
     terminal.types("Number of this machine, from 0", "2")
     terminal.sees("from 0 to 1")
     terminal.child.send(CLEAR + "1" + ENTER)
@@ -146,7 +147,7 @@ def test_two_machines_with_the_accelerators_that_were_found(tmp_path: Path, four
     terminal.accepts("Number of processes over all machines")
     terminal.accepts("Bind each process to the cores next to its accelerator")
     terminal.accepts("Check in every collective that all processes agree about its shapes; slower")
-    terminal.accepts("Engine that shards the model", "Number format of training")
+    terminal.accepts("Number format of training")
     terminal.accepts("Compiler for models (torch.compile)")
     written = terminal.written()
     assert (written["distributed_type"], written["num_processes"]) == ("MULTI_GPU", 8)
@@ -161,10 +162,10 @@ def test_two_machines_with_the_accelerators_that_were_found(tmp_path: Path, four
 def test_fsdp_asks_what_its_version_knows(tmp_path: Path, four_gpus: dict[str, str]) -> None:
     terminal = Terminal(tmp_path / "answers.yaml", four_gpus)
     terminal.accepts("Where the run is", "What the run is on", "Number of machines")
+    terminal.answers("Engine that shards the model", DOWN)
     terminal.types("Accelerators of this machine to use, such as `0,2`, or `all`", "0,2")
     terminal.accepts("Number of processes over all machines", "Bind each process to the cores next to its accelerator")
     terminal.accepts("Check in every collective that all processes agree about its shapes; slower")
-    terminal.answers("Engine that shards the model", DOWN)
     terminal.accepts("Generation of FSDP", "Keep weights and gradients on the CPU while they rest")
     # The strategies of the first generation are not asked for.
     terminal.answers("Free weights between forward and backward", DOWN)
@@ -223,14 +224,14 @@ def test_a_step_back_asks_again_and_the_summary_can_be_left(terminal: Terminal) 
 def test_what_a_launch_here_would_say_is_foretold(terminal: Terminal, devices: str, told: tuple[str, ...]) -> None:
     terminal.accepts("Where the run is")
     terminal.answers("What the run is on", DOWN, DOWN)
-    terminal.accepts("Number of machines")
+    terminal.accepts("Number of machines", "Engine that shards the model")
     terminal.types("Accelerators of this machine to use, such as `0,2`, or `all`", devices)
     terminal.types("Number of processes over all machines", "0")
     terminal.sees("At least one")
     terminal.child.send(CLEAR + "8" + ENTER)
     terminal.accepts("Bind each process to the cores next to its accelerator")
     terminal.accepts("Check in every collective that all processes agree about its shapes; slower")
-    terminal.accepts("Engine that shards the model", "Number format of training")
+    terminal.accepts("Number format of training")
     terminal.accepts("Compiler for models (torch.compile)")
     assert terminal.written(*told)["num_processes"] == 8
 

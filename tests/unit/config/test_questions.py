@@ -7,18 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.launching import FakeHost
 
 from accelerate._base.enums import DistributedType
 from accelerate.commands.config.sagemaker import sagemaker_config, sagemaker_interview
+from accelerate.commands.explain import explain
+from accelerate.commands.launch import launch_command_parser
 from accelerate.config.cluster_config import SageMakerConfig, load_config_from_file
 from accelerate.config.questions import Interview, cluster_config, cluster_questions, option_question
 from accelerate.config.resolve import resolve
 from accelerate.config.sections.registry import options
 from accelerate.devices.machine import Machine, SlurmJob
+from accelerate.launch import make_plan
 
 FOUR = Machine("cuda", 4, 8, label=DistributedType.MULTI_GPU)
 PLAIN = Machine(cpu_count=4)
-NEEDED = {"main_process_ip": "10.0.0.1", "tpu_name": "pod", "tpu_zone": "here", "iam_role_name": "role"}
+NEEDED = {
+    "main_process_ip": "10.0.0.1",
+    "deepspeed_hostfile": "hosts",
+    "tpu_name": "pod",
+    "tpu_zone": "here",
+    "iam_role_name": "role",
+}
 
 
 def walk(interview: Interview, **chosen: Any) -> dict[str, Any]:
@@ -85,6 +95,62 @@ def test_every_way_writes_what_a_launch_reads(
             assert config[name] == value, name
 
 
+TWO = {"engine": "DEEPSPEED", "distributed_type": "MULTI_CPU", "num_machines": 2}
+NVME = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/one", "offload_param_device": "nvme"}
+BY_HAND = {"machine_rank", "main_process_ip"}
+BY_FILE = {"deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "asked", "not_asked"),
+    [
+        ({"engine": "DEEPSPEED", "zero_stage": 2}, {"offload_optimizer_device"}, {"offload_param_device", *BY_FILE}),
+        (
+            {"engine": "DEEPSPEED", "zero_stage": 3, **NVME, "offload_param_nvme_path": "/two"},
+            {"zero3_init_flag", "zero3_save_16bit_model"},
+            {"deepspeed_multinode_launcher"},
+        ),
+        (
+            {"engine": "DEEPSPEED", "deepspeed_config_file": "ds.json"},
+            {"deepspeed_config_file"},
+            {"zero_stage", "gradient_clipping", "mixed_precision"},
+        ),
+        ({**TWO, "deepspeed_multinode_launcher": "standard"}, {*BY_HAND, "rdzv_backend"}, BY_FILE),
+        ({**TWO, "deepspeed_multinode_launcher": "nossh"}, BY_HAND, {*BY_FILE, "rdzv_backend"}),
+        ({**TWO, "deepspeed_multinode_launcher": "slurm"}, set(), {*BY_FILE, *BY_HAND, "rdzv_backend"}),
+        *(
+            ({**TWO, "deepspeed_multinode_launcher": name}, BY_FILE, {*BY_HAND, "rdzv_backend"})
+            for name in ("pdsh", "openmpi", "mpich", "mvapich")
+        ),
+    ],
+    # Sets print in an order of their own.
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_answers_about_deepspeed_make_a_file_that_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: dict[str, Any], asked: set[str], not_asked: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("hosts").write_text("a slots=1\nb slots=1\n")
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}')
+    machine = PLAIN if "distributed_type" in chosen else FOUR
+    answers = walk(Interview(cluster_questions(machine)), **chosen)
+    assert (asked <= set(answers), not_asked & set(answers)) == (True, set())
+    cluster_config(answers).to_yaml_file("answers.yaml")
+    words = ["--config_file", "answers.yaml", "train.py"]
+    config = resolve(launch_command_parser().parse_args(words), machine, environ={})
+    version = "HYDRA" if answers.get("deepspeed_multinode_launcher") in ("mpich", "mvapich") else "Open MPI"
+    plan = make_plan(config, FakeHost({}, mpi_version=lambda program: version))
+    told = {**plan.environment, **dict(word.split("=", 1) for word in plan.argv if "=" in word)}
+    if "offload_param_nvme_path" in chosen:
+        assert told["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH"] == "/one"
+        assert told["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"] == "/two"
+    if "deepspeed_config_file" in chosen:
+        # What DeepSpeed's own file may say, the launcher's does not say as well.
+        assert told["ACCELERATE_CONFIG_DS_FIELDS"] == "deepspeed_config_file"
+    explain(config, plan)
+
+
 def test_questions_of_other_ways_are_not_asked() -> None:
     one = set(walk(Interview(cluster_questions(PLAIN))))
     assert one == {"distributed_type", "cpu", "mixed_precision", "dynamo_backend"}
@@ -114,13 +180,13 @@ def test_a_step_back_forgets_what_followed_and_offers_what_was_said() -> None:
     walk(interview, distributed_type="MULTI_CPU", engine="FSDP")
     while interview.answers.get("num_processes") is not None:
         assert interview.back()
-    assert "engine" not in interview.answers
+    assert "fsdp_version" not in interview.answers
     interview.answer(5)
     assert interview.answers["num_processes"] == 5
     interview.back()
     assert interview.offered() == 5
     interview.answer(5)
-    assert walk(interview)["engine"] == "FSDP"
+    assert walk(interview)["fsdp_version"] == 2
 
 
 @pytest.mark.parametrize(

@@ -344,52 +344,35 @@ def test_slurm_steps_aside() -> None:
     assert choose_launcher(make_config(**by_hand), FakeHost(step())).value.name == "torch elastic agent"
 
 
-# --- DeepSpeed --------------------------------------------------------------------------------------------------------
-
-DEEPSPEED: dict[str, Any] = {
-    **MACHINES,
-    "use_deepspeed": True,
-    "machine_rank": 1,
-    "deepspeed_hostfile": "hosts",
-    "arguments": ["a"],
-}
-
-
-@pytest.mark.parametrize(
-    ("given", "middle"),
-    [
-        ({}, ("--launcher", "pdsh", "--num_nodes", "2", "--num_gpus", "4")),
-        (
-            {"deepspeed_multinode_launcher": "slurm", "deepspeed_exclusion_filter": "b:0"},
-            ("--launcher", "slurm", "--exclude", "b:0"),
-        ),
-        ({"deepspeed_inclusion_filter": "a@b:0"}, ("--launcher", "pdsh", "--include", "a@b:0")),
-        (
-            {"deepspeed_multinode_launcher": "nossh"},
-            ("--no_ssh", "--node_rank", "1", "--num_nodes", "2", "--num_gpus", "4"),
-        ),
-    ],
-)
-def test_deepspeed_on_machines(given: dict[str, Any], middle: tuple[str, ...]) -> None:
-    plan = plan_of(**(DEEPSPEED | given))
-    front = ("deepspeed", "--no_local_rank", "--hostfile", "hosts")
-    end = ("--master_addr", "10.0.0.1", "--master_port", "29500", "train.py", "a")
-    assert plan.mode == "spawn_command"
-    assert plan.argv == (*front, *middle, *end)
-    assert plan.environment["DS_ENV_FILE"] == f"{FILES}/deepspeed_env"
-    assert "ACCELERATE_USE_DEEPSPEED=true\n" in plan.files["deepspeed_env"]
-
-
-@pytest.mark.parametrize(("given", "word"), [({"module": True}, "--module"), ({"no_python": True}, "--no_python")])
-def test_deepspeed_runs_modules_and_programs(given: dict[str, Any], word: str) -> None:
-    assert plan_of(**DEEPSPEED, **given, script="train").argv[-3:] == (word, "train", "a")
+# --- DeepSpeed on one machine; for several, see test_deepspeed.py -------------------------------------------------------
 
 
 def test_deepspeed_under_the_agent() -> None:
-    assert plan_of(**DEEPSPEED, deepspeed_multinode_launcher="standard").mode == "elastic"
     assert plan_of(use_deepspeed=True, num_processes=4).mode == "elastic"
-    with pytest.raises(ConfigurationError, match="Leave one out"):
-        plan_of(**DEEPSPEED, deepspeed_inclusion_filter="a", deepspeed_exclusion_filter="b")
+    by_hand = {**MACHINES, "use_deepspeed": True, "machine_rank": 1}
+    assert plan_of(**by_hand).mode == "elastic"  # nothing names the other machines
+    assert plan_of(**by_hand, deepspeed_multinode_launcher="standard", deepspeed_hostfile="hosts").mode == "elastic"
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "reason"),
+    [
+        ({"cpu": True}, {}, "cpu=True (flag --cpu)"),
+        ({}, {}, "this machine has no accelerator"),
+        ({}, {"ACCELERATE_TORCH_DEVICE": "cpu"}, "ACCELERATE_TORCH_DEVICE=cpu"),
+        ({}, {"ACCELERATE_TORCH_DEVICE": "meta"}, None),
+        ({"cpu": True}, {"DS_ACCELERATOR": "xpu"}, None),
+    ],
+)
+def test_deepspeed_is_told_to_compute_on_the_cpu(
+    given: dict[str, Any], environment: dict[str, str], reason: str | None
+) -> None:
+    for processes in (1, 2):
+        plan = plan_of(use_deepspeed=True, num_processes=processes, environment=environment, **given)
+        said = [note for note in plan.notes if note.startswith("DS_ACCELERATOR=cpu ")]
+        assert (plan.environment.get("DS_ACCELERATOR"), len(said)) == (("cpu", 1) if reason else (None, 0))
+        assert reason is None or reason in said[0]
+    assert "DS_ACCELERATOR" not in plan_of(num_processes=2, cpu=True).environment
 
 
 # --- TPU --------------------------------------------------------------------------------------------------------------

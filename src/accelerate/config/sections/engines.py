@@ -26,6 +26,8 @@ from accelerate.config.knob import (
 )
 from accelerate.config.sections.launch import several_machines
 
+# These of DeepSpeed's launchers start the processes of machines that a hostfile names.
+_BY_HOSTFILE = ("pdsh", "openmpi", "mvapich", "mpich")
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 # Older files number the strategies from 1.
 _STRATEGY_NUMBERS = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, start=1)}
@@ -39,8 +41,18 @@ def _from_stage(stage: int) -> Condition:
     return lambda answers: _without_file(answers) and answers["zero_stage"] >= stage
 
 
-def _on_other_machines(answers: Mapping[str, Any]) -> bool:
-    return several_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard"
+def _needs_hostfile(answers: Mapping[str, Any]) -> bool:
+    return several_machines(answers) and answers["deepspeed_multinode_launcher"] in _BY_HOSTFILE
+
+
+def started_by_hand(answers: Mapping[str, Any]) -> bool:
+    """Say whether somebody starts each machine, so that each must know the first one and its own place."""
+    return answers["deepspeed_multinode_launcher"] in (None, "standard", "nossh")
+
+
+def meets_by_torch(answers: Mapping[str, Any]) -> bool:
+    """Say whether torch's agents of the machines find each other."""
+    return answers["deepspeed_multinode_launcher"] in (None, "standard")
 
 
 def _of_version(version: int) -> Condition:
@@ -104,29 +116,29 @@ class DeepSpeedOptions(LaunchSection):
         help="Save whole weights in 16 bits, with ZeRO 3.", ask=Ask(only_if=_from_stage(3))
     )
     deepspeed_hostfile: str | None = knob(
-        help="File that lists the machines.",
+        help="File that lists the machines, with a line such as `worker-1 slots=8` for each.",
         reader="launcher",
-        ask=Ask(optional=True, only_if=_on_other_machines, after="deepspeed_multinode_launcher"),
+        ask=Ask(only_if=_needs_hostfile),
     )
     deepspeed_exclusion_filter: str | None = knob(
-        help="Machines and devices to leave out.",
+        help="Machines of the hostfile and their slots to leave out, such as `worker-1@worker-2:0,2`.",
         reader="launcher",
-        ask=Ask(optional=True, only_if=_on_other_machines, after="deepspeed_hostfile"),
+        ask=Ask(optional=True, only_if=_needs_hostfile),
     )
     deepspeed_inclusion_filter: str | None = knob(
-        help="Machines and devices to use.",
+        help="Machines of the hostfile and their slots to use, such as `worker-1@worker-2:0,2`; without it all.",
         reader="launcher",
         ask=Ask(
             optional=True,
-            only_if=lambda answers: _on_other_machines(answers) and not answers["deepspeed_exclusion_filter"],
-            after="deepspeed_exclusion_filter",
+            only_if=lambda answers: _needs_hostfile(answers) and not answers["deepspeed_exclusion_filter"],
         ),
     )
     deepspeed_multinode_launcher: str | None = knob(
-        help="How processes start on other machines; `standard` starts them here alone.",
+        help="How processes start on other machines: by pdsh, which a hostfile makes the default, by an MPI, by Slurm, or by "
+        "hand on each machine, under torch's agent (`standard`) or DeepSpeed's launcher (`nossh`).",
         choices=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
         reader="launcher",
-        ask=Ask(default="standard", only_if=several_machines),
+        ask=Ask("How processes start on other machines", default="standard", only_if=several_machines),
     )
     deepspeed_moe_layer_cls_names: str | None = knob(
         help="Classes of mixture-of-experts layers, between commas.",
