@@ -375,7 +375,7 @@ class Accelerator(ProcessControl):
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: torch.nn.Module) -> Any:
         """Return a loader for DeepSpeed's sequence parallelism; the loader itself where that is not in use."""
-        return dl
+        return self._preparer.share_sequences(dl)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Return whether the model is spread over several devices."""
@@ -398,6 +398,7 @@ class Accelerator(ProcessControl):
         count = len(objects)
         del objects
         self._objects.forget()
+        self.strategy.release()
         self._stepper.restart()
         self.progress.restart()
         clear_device_cache(garbage_collection=True)
@@ -537,10 +538,9 @@ class Accelerator(ProcessControl):
         """
         loader = self.gradient_state.active_dataloader
         share = loader.share if loader is not None else None
-        # Ranks that split layers, or hold other ones, have the same rows as the first of them.
-        mesh = self.state.device_mesh
-        repeats = axis_rank(mesh, "tp") + axis_rank(mesh, "pp") > 0
-        return metrics.gather_for_metrics_rows(input_data, share, use_gather_object, repeats=repeats)
+        return metrics.gather_for_metrics_rows(
+            input_data, share, use_gather_object, repeats=self.strategy.repeats_rows()
+        )
 
     def weighted_mean(self, value: Any, weight: Any) -> Any:
         """Return the mean over ranks of values that stand for different numbers of samples.

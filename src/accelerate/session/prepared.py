@@ -220,6 +220,17 @@ class Preparer:
             argument.result = self.prepare_optimizer(argument.given, None)
         for argument in bundle.of(ObjectKind.SCHEDULER):
             argument.result = self.prepare_scheduler(argument.given)
+        for argument in bundle.of(ObjectKind.LOADER) if models else ():
+            argument.result = self.share_sequences(argument.result)
+
+    def share_sequences(self, loader: Any) -> Any:
+        """Let ranks that split sequences work on the batches of a prepared loader together."""
+        shared = self.run.strategy.share_sequences(loader)
+        if shared is not loader:
+            setattr(shared, _MARK, True)
+            known = self.objects.loaders
+            known[:] = [shared if entry is loader else entry for entry in known]
+        return shared
 
     def _join(self, bundle: Bundle) -> None:
         """Let the number format replace models and optimizers together; schedulers follow their optimizer."""

@@ -6,7 +6,7 @@ The way of a strategy through a run:
 - prepare: `check_model`, `prepare_model` (= `steps`, with `convert`, `place` and `wrap` among them), `replaced`, `data_shard`;
   `check_together` and `prepare_together` where an engine makes one object of a model and its optimizer
 - train: `no_sync`, `backward`, `scale_gradients`, `clip_grad_norm`, `clip_grad_value`
-- state: `full_state_dict`, `checkpoint_parts`, `open_gradients`, `set_open_gradients`, `gradient_share`
+- state: `full_state_dict`, `checkpoint_parts`, `open_gradients`, `set_open_gradients`, `gradient_share`, `release`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.samplers import data_shard
 from accelerate.parallel.compile import compile_module, compile_regions
-from accelerate.parallel.mesh import GradientShare, gradient_share
+from accelerate.parallel.mesh import GradientShare, axis_rank, gradient_share
 from accelerate.parallel.unwrap import (
     extract_model_from_parallel,
     has_compiled_regions,
@@ -318,6 +318,13 @@ class Strategy:
             *(OptimizerPart(optimizer, i) for i, optimizer in enumerate(prepared.optimizers)),
         ]
 
+    def share_sequences(self, loader: Any) -> Any:
+        """Return a loader for ranks that work on parts of the same sequences; the loader itself where none do."""
+        return loader
+
+    def release(self) -> None:
+        """Let go of what was made for the prepared objects."""
+
     def _axis_sizes(self) -> dict[str, int]:
         """Return the ranks along each axis of the mesh; none without one."""
         layout = self.context.parallelism
@@ -326,6 +333,11 @@ class Strategy:
     def data_shard(self) -> tuple[int, int]:
         """Return which share of the data this process reads, and of how many; ranks of one model read the same."""
         return data_shard(self.runtime.rank, self.runtime.world_size, self._axis_sizes())
+
+    def repeats_rows(self) -> bool:
+        """Return whether this process has the same rows as another: ranks that split layers, or hold other ones."""
+        mesh = current.ACCELERATOR.get("device_mesh")
+        return axis_rank(mesh, "tp") + axis_rank(mesh, "pp") > 0
 
     def gradient_share(self) -> GradientShare:
         """Return which gradients this process sums up: of its data, and of its layers."""

@@ -121,6 +121,11 @@ def _check_axes(sizes: ParallelismConfig, request: EngineRequest) -> None:
             f"pp_size={sizes.pp_size} was given with the engine {next(iter(request.engines))!r}, which does not know "
             "stages. Leave the engine out and combine pp_size with dp_replicate_size, or set pp_size=1."
         )
+    if "deepspeed" in request.engines and (sizes.tp_enabled or sizes.cp_enabled):
+        raise ConfigurationError(
+            f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size} were given with DeepSpeed, which splits layers and sequences by "
+            "itself. Write 'tensor_parallel': {'autotp_size': ...} in its configuration, or sp_size."
+        )
     version = getattr(request.engines.get("fsdp"), "fsdp_version", None)
     if version == 1 and (sizes.tp_enabled or sizes.cp_enabled):
         raise ConfigurationError(

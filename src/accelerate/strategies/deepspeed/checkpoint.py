@@ -22,6 +22,7 @@ from accelerate._base.imports import require
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed
 from accelerate.collectives.base import communicator
+from accelerate.strategies.deepspeed.engine import is_training_engine
 
 _LOG = logging.getLogger(__name__)
 _WHY = "Checkpoints of DeepSpeed"
@@ -36,15 +37,10 @@ def engine_parts(prepared: Prepared) -> list[Part]:
     safe = prepared.safe_serialization
     return [
         EnginePart(model, index, prepared.engine_options)
-        if _trains(model)
+        if is_training_engine(model)
         else ModelPart(model, index, safe_serialization=safe)
         for index, model in enumerate(prepared.models)
     ]
-
-
-def _trains(model: Any) -> bool:
-    """Return whether a model is an engine that has an optimizer."""
-    return getattr(model, "basic_optimizer", None) is not None
 
 
 class EnginePart:

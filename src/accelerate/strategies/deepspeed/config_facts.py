@@ -12,6 +12,7 @@ from accelerate.config.deepspeed import Fact
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.strategies.deepspeed.wrappers import DummyOptim, DummyScheduler
 
+_MICRO = "train_micro_batch_size_per_gpu"
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -25,13 +26,24 @@ def current_precision(config: Mapping[str, Any]) -> str:
     return next((name for name in HALVES if (config.get(name) or {}).get("enabled") is True), "no")
 
 
-def batch_size_facts(loaders: Sequence[Any], *, smallest: bool) -> dict[str, Fact]:
-    """Return the batch size of one process, if a loader that is prepared tells it."""
+def batch_size_facts(
+    loaders: Sequence[Any], earlier: Mapping[str, Any] | None, *, smallest: bool, trains: bool
+) -> dict[str, Fact]:
+    """Return the batch size of one process, if anything tells it.
+
+    Args:
+        loaders: Those that are prepared with the model, or were before.
+        earlier: The complete configuration of the engine that was made before this one.
+        smallest: Take the smallest of several batch sizes, else the largest.
+        trains: Whether the model is trained; otherwise its engine has no use for a batch size.
+    """
     sizes = [size for loader in loaders if (size := _batch_size(loader)) is not None]
-    if not sizes:
-        return {}
-    chosen = min(sizes) if smallest else max(sizes)
-    return {"train_micro_batch_size_per_gpu": Fact(chosen, f"the loader's batch size of {chosen}", binding=False)}
+    if sizes:
+        chosen = min(sizes) if smallest else max(sizes)
+        return {_MICRO: Fact(chosen, f"the loader's batch size of {chosen}", binding=False)}
+    if earlier is not None:
+        return {_MICRO: Fact(earlier[_MICRO], "the engine that was made before", binding=False)}
+    return {} if trains else {_MICRO: Fact(1, "inference has no use for it", binding=False)}
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -6,12 +6,18 @@ Everything that DeepSpeed does not offer by a public name is asked for here alon
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from accelerate._base.errors import UsageError
+from accelerate._base.imports import require
+
+
+def is_training_engine(model: Any) -> bool:
+    """Return whether a prepared model is an engine that has an optimizer."""
+    return getattr(model, "basic_optimizer", None) is not None
 
 
 class DeepSpeedEngineWrapper:
@@ -96,22 +102,27 @@ class DeepSpeedEngineWrapper:
         """Whether gradients are whole in the parameters, scaled by nothing: without ZeRO, in full precision."""
         return isinstance(self.engine.optimizer, torch.optim.Optimizer)
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
-        return (parameter.grad for parameter in self.engine.module.parameters() if parameter.grad is not None)
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of an engine that keeps them whole."""
+        parameters = self.engine.module.parameters()
+        held = (_whole(self.engine.optimizer, parameter) for parameter in parameters)
+        return [gradient for gradient in held if gradient is not None]
 
     def scale_gradients(self, factor: torch.Tensor | float) -> None:
         """Multiply the gradients of the window by `factor` before they are used."""
         if hasattr(self.engine.optimizer, "averaged_gradients"):  # of ZeRO, which has taken them out of the parameters
             self._factor = factor if self._factor is None else self._factor * factor
         else:
-            gradients = list(self._gradients())
+            gradients = self._gradients()
             if gradients:
                 torch._foreach_mul_(gradients, factor)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Let the step scale gradients down to a norm, and return the norm that they have."""
         if self._is_plain:
-            return torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), max_norm, norm_type=norm_type)
+            clip = require("deepspeed.runtime.utils", why="Clipping", extra="deepspeed").clip_grad_norm_
+            norm = clip(self.engine.module.parameters(), max_norm, norm_type, mpu=self.engine.mpu)
+            return torch.as_tensor(norm, device=self.engine.device)
         if math.isfinite(max_norm):
             self._max_norm = max_norm
         return self.norm()
@@ -126,7 +137,8 @@ class DeepSpeedEngineWrapper:
         elif hasattr(optimizer, "_get_norm_groups"):
             scaled = torch.linalg.vector_norm(torch.stack([group.float() for group in optimizer._get_norm_groups()]))
         else:
-            norms = torch._foreach_norm([gradient.float() for gradient in self._gradients()])
+            gradients = self._gradients()
+            norms = list(torch._foreach_norm([gradient.float() for gradient in gradients])) if gradients else []
             scaled = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         found = torch.as_tensor(scaled, dtype=torch.float32, device=self.engine.device) / optimizer_scale(optimizer)
         return found if self._factor is None else found * self._factor
@@ -157,3 +169,137 @@ def optimizer_scale(optimizer: Any) -> float:
     """Return what the losses of an engine's optimizer are multiplied by."""
     scale = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", None)
     return float(scale or 1.0)
+
+
+# --- gradients of a window that is open --------------------------------------------------------------------------------
+
+_SHARD = "shard of {rank} in {size}: "
+
+
+def open_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Return what this rank has summed up in a window that is open.
+
+    Without ZeRO and with ZeRO 1 these are whole gradients, by the names of their parameters. ZeRO 2 and 3 have exchanged
+    them already, and hold shards: their names say whose, and only as many ranks can go on with them.
+
+    Raises:
+        UsageError: If they are where they cannot be read.
+    """
+    optimizer, module = engine.optimizer, engine.module
+    if int(engine.zero_optimization_stage()) < 2:
+        held = {name: _whole(optimizer, parameter) for name, parameter in module.named_parameters()}
+        return {name: gradient for name, gradient in held.items() if gradient is not None}
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        raise UsageError(
+            "save_state() was called in the middle of an accumulation window, whose gradients offload_optimizer keeps in "
+            "host memory, out of reach. Save when accelerator.sync_gradients is True."
+        )
+    prefix = _SHARD.format(rank=engine.global_rank, size=engine.seq_dp_world_size)
+    return {f"{prefix}{name}": shard for name, shard in _shards(engine).items()}
+
+
+def set_open_gradients(engine: Any, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Go on in a window with what was summed up in it; without gradients, begin anew.
+
+    Raises:
+        UsageError: If they are shards of another number of ranks.
+    """
+    optimizer, module = engine.optimizer, engine.module
+    if int(engine.zero_optimization_stage()) < 2:
+        for name, parameter in module.named_parameters():
+            gradient = gradients.get(name)
+            _set_whole(optimizer, parameter, None if gradient is None else gradient.to(parameter.device))
+        return
+    _forget_shards(engine)
+    if not gradients:
+        return
+    prefix = _SHARD.format(rank=engine.global_rank, size=engine.seq_dp_world_size)
+    if any(not name.startswith(prefix) for name in gradients):
+        raise UsageError(
+            "The checkpoint was saved in the middle of an accumulation window by another number of processes, and ZeRO 2 and "
+            "3 hold shards of its gradients. Load it with as many processes, or save when accelerator.sync_gradients is True."
+        )
+    _set_shards(engine, {name.removeprefix(prefix): shard for name, shard in gradients.items()})
+
+
+def _whole(optimizer: Any, parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of a parameter: its own, or one in another number format beside it."""
+    if hasattr(optimizer, "fp32_groups_gradients"):
+        group, index = _place_in_groups(optimizer, parameter)
+        held: torch.Tensor = optimizer.fp32_groups_gradients[group][index]
+        return held if optimizer.fp32_groups_has_gradients[group][index] else None
+    beside: torch.Tensor | None = getattr(parameter, "grad_accum", None)
+    return beside if getattr(optimizer, "use_grad_accum_attribute", False) else parameter.grad
+
+
+def _set_whole(optimizer: Any, parameter: Any, gradient: torch.Tensor | None) -> None:
+    if hasattr(optimizer, "fp32_groups_gradients"):
+        group, index = _place_in_groups(optimizer, parameter)
+        optimizer.fp32_groups_has_gradients[group][index] = gradient is not None
+        optimizer.fp32_groups_gradients[group][index].copy_(0.0 if gradient is None else gradient)
+        parameter.grad = None
+    elif getattr(optimizer, "use_grad_accum_attribute", False):
+        parameter.grad_accum, parameter.grad = gradient, None
+    else:
+        parameter.grad = gradient
+
+
+def _place_in_groups(optimizer: Any, parameter: Any) -> tuple[int, int]:
+    places = (
+        (group, index)
+        for group, parameters in enumerate(optimizer.bf16_groups)
+        for index, entry in enumerate(parameters)
+        if entry is parameter
+    )
+    return next(places)
+
+
+def _partitions(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the memory in which ZeRO 3 sums up its shards, by the names of their parameters."""
+    held = engine.optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    named = engine.module.named_parameters()
+    return {name: held[parameter.ds_id] for name, parameter in named if parameter.ds_id in held}
+
+
+def _is_sharded(engine: Any) -> bool:
+    return int(engine.zero_optimization_stage()) == 3
+
+
+def _shards(engine: Any) -> dict[str, torch.Tensor]:
+    if _is_sharded(engine):
+        return _partitions(engine)
+    optimizer = engine.optimizer
+    lists = {
+        index: optimizer.averaged_gradients.get(index)
+        if optimizer._use_compact_grad_partition_buffer(index)
+        else optimizer.all_grad_tensors.get(index)
+        for index in range(len(optimizer.bit16_groups))
+    }
+    return {f"{index}.{number}": shard for index, shards in lists.items() for number, shard in enumerate(shards or ())}
+
+
+def _forget_shards(engine: Any) -> None:
+    optimizer = engine.optimizer
+    optimizer.zero_grad()
+    if _is_sharded(engine):
+        optimizer.micro_step_id = 0  # the next pass overwrites
+    else:
+        optimizer.all_grad_tensors = {}
+        optimizer.averaged_gradients = {}
+    optimizer._epilogue_ran_this_backward = False
+
+
+def _set_shards(engine: Any, shards: Mapping[str, torch.Tensor]) -> None:
+    optimizer = engine.optimizer
+    if _is_sharded(engine):
+        for name, memory in _partitions(engine).items():
+            memory.copy_(shards[name])
+        optimizer.micro_step_id = 1  # the next pass adds
+        return
+    for index in range(len(optimizer.bit16_groups)):
+        own = [shard for name, shard in shards.items() if name.partition(".")[0] == str(index)]
+        if optimizer._use_compact_grad_partition_buffer(index):
+            for memory, shard in zip(optimizer._get_compact_grad_partition_buffer(index), own, strict=True):
+                memory.copy_(shard)
+        else:
+            optimizer.all_grad_tensors[index] = [shard.clone() for shard in own]

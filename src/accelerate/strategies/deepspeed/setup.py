@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import require
@@ -13,6 +14,7 @@ from accelerate.runtime.current import Runtime
 
 _LOG = logging.getLogger(__name__)
 _DEVICE = "DS_ACCELERATOR"
+_COMPILED = "deepspeed_shm_comm"
 
 
 def set_up_process(runtime: Runtime) -> None:
@@ -26,9 +28,20 @@ def set_up_process(runtime: Runtime) -> None:
     # DeepSpeed looks here alone, and some launchers do not set it.
     if env.get("LOCAL_RANK") is None:
         env.put("LOCAL_RANK", str(runtime.local_rank))
-    require("deepspeed", why="DeepSpeedPlugin", extra="deepspeed")
+    deepspeed = require("deepspeed", why="DeepSpeedPlugin", extra="deepspeed")
+    skip_compilation(deepspeed)
     process_group.join_alone(runtime.backend.group_backend)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     current.remember("groups of DeepSpeed", _forget_groups)
+
+
+def skip_compilation(deepspeed: Any) -> None:
+    """Let DeepSpeed do without an operator that it would compile when its first group is made on a CPU.
+
+    Nothing but inference with split layers uses it. Its compilation takes up to a minute and needs a compiler, and a
+    process that is killed meanwhile leaves a lock at which every later one waits for ever (torch 2.13).
+    """
+    deepspeed.ops.__compatible_ops__[_COMPILED] = False
 
 
 def _forget_groups() -> bool:

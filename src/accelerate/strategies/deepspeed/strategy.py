@@ -33,7 +33,12 @@ from accelerate.strategies.deepspeed.config_facts import (
     scheduler_facts,
     tensor_parallel_size,
 )
-from accelerate.strategies.deepspeed.engine import DeepSpeedEngineWrapper
+from accelerate.strategies.deepspeed.engine import (
+    DeepSpeedEngineWrapper,
+    is_training_engine,
+    open_gradients,
+    set_open_gradients,
+)
 from accelerate.strategies.deepspeed.setup import set_up_process
 from accelerate.strategies.deepspeed.wrappers import (
     DeepSpeedOptimizerWrapper,
@@ -65,6 +70,8 @@ class DeepSpeedStrategy(Strategy):
         self.engines: list[DeepSpeedEngineWrapper] = []
         """Those of models that are trained, in the order in which they were prepared."""
         self._holds_back = False
+        self._groups: Any = None
+        """The groups of ranks that split sequences, once there is a model whose attention does."""
         set_up_process(self.runtime)
         plugins = list(self.plugins.values())
         if not any(plugin.selected for plugin in plugins):
@@ -94,6 +101,12 @@ class DeepSpeedStrategy(Strategy):
     def plugin(self) -> DeepSpeedPlugin:
         """Return the settings in force; a program with several selects among them."""
         return next(plugin for plugin in self.plugins.values() if plugin.selected)
+
+    @property
+    def _sequence_ranks(self) -> int:
+        """Return over how many ranks a sequence is split."""
+        layout = self.context.parallelism
+        return 1 if layout is None else layout.sizes["sp"]
 
     @property
     def engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
@@ -163,7 +176,7 @@ class DeepSpeedStrategy(Strategy):
         deepspeed = require("deepspeed", why=_WHY, extra="deepspeed")
         plugin.set_moe_leaf_modules(model)
         model = self.precision.convert(model)
-        engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=config, **engine_arguments)
+        engine, optimizer, _, scheduler = deepspeed.initialize(model=model, **engine_arguments)
         current.ACCELERATOR["deepspeed_config"] = config
         self._cast_inputs(engine.module, HALVES.get(current_precision(config)))
         self._compile(engine)
@@ -184,7 +197,10 @@ class DeepSpeedStrategy(Strategy):
         self, model: torch.nn.Module, config: dict[str, Any], optimizer: Any, scheduler: Any
     ) -> dict[str, Any]:
         """Return what `deepspeed.initialize` gets beside the model and the configuration."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {"config": config}
+        if tensor_parallel_size(config) > 1:
+            # Which ranks are replicas is counted in one way here and in another where ZeRO 3 shards (deepspeed 0.19).
+            arguments["config"] = {name: value for name, value in config.items() if name != "train_batch_size"}
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
         elif optimizer is not None:
@@ -193,6 +209,11 @@ class DeepSpeedStrategy(Strategy):
             if is_offloaded and config.get("zero_force_ds_cpu_optimizer", True):
                 optimizer = map_pytorch_optim_to_deepspeed(optimizer)
             arguments["optimizer"] = optimizer
+        layout = self.context.parallelism
+        if layout is not None and layout.sp_enabled:
+            from accelerate.strategies.deepspeed.sequence import split_attention
+
+            arguments["mpu"] = self._groups = split_attention(model, layout, config["train_micro_batch_size_per_gpu"])
         callable_ = getattr(scheduler, "lr_scheduler_callable", None)
         if isinstance(scheduler, DummyScheduler) and callable_ is not None:
             arguments["lr_scheduler"] = callable_
@@ -213,13 +234,20 @@ class DeepSpeedStrategy(Strategy):
             "zero_optimization.stage3_gather_16bit_weights_on_model_save": Fact(
                 plugin.zero3_save_16bit_model, "DeepSpeedPlugin(zero3_save_16bit_model)", binding=False
             ),
-            **batch_size_facts(loaders, smallest=plugin.is_train_batch_min),
+            **batch_size_facts(
+                loaders,
+                current.ACCELERATOR.get("deepspeed_config"),
+                smallest=plugin.is_train_batch_min,
+                trains=optimizer is not None or "optimizer" in plugin.deepspeed_config,
+            ),
             **optimizer_facts(optimizer),
             **scheduler_facts(scheduler, optimizer),
         }
         if (size := hidden_size(model)) is not None:
             facts |= hidden_size_facts(size, plugin.zero_stage)
-        completed = complete(plugin.open_config(), facts, num_replicas=self.data_shard()[1], place=plugin.place)
+        # DeepSpeed counts ranks that split layers as replicas here, though they read the same batches.
+        num_replicas = self.runtime.world_size // self._sequence_ranks
+        completed = complete(plugin.open_config(), facts, num_replicas=num_replicas, place=plugin.place)
         config = completed.config
         # Other libraries read the plugin's configuration after `prepare`.
         plugin.deepspeed_config = config
@@ -255,6 +283,9 @@ class DeepSpeedStrategy(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine compute gradients; it exchanges those of the pass that closes a window."""
         closes = self._clock.sync_gradients and not self._holds_back
+        if self._groups is not None and self.plugin.zero_stage < 3:
+            # Over the ranks that split a sequence ZeRO 3 averages, as other engines do, and the others add up.
+            loss = loss / self._sequence_ranks
         if len(self.engines) == 1:
             self.engines[0].accumulate(loss, closes=closes, scale_wrt_gas=False, **kwargs)
             return
@@ -326,11 +357,11 @@ class DeepSpeedStrategy(Strategy):
     # --- state -------------------------------------------------------------------------------------------------------
 
     def open_gradients(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return nothing: the engine's own state has them."""
-        return {}
+        return open_gradients(model) if is_training_engine(model) else {}
 
     def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: the engine's own state has them."""
+        if is_training_engine(model):
+            set_open_gradients(model, gradients)
 
     def full_state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights; where ZeRO 3 shards them, on the first rank, and every rank must call it."""
@@ -351,9 +382,26 @@ class DeepSpeedStrategy(Strategy):
 
         return engine_parts(prepared)
 
+    def repeats_rows(self) -> bool:
+        """Return whether another rank that splits the same layers comes before this one."""
+        return self.runtime.rank % tensor_parallel_size(self.plugin.deepspeed_config) > 0
+
+    def release(self) -> None:
+        """Let go of the engines."""
+        self.engines.clear()
+
+    def share_sequences(self, loader: Any) -> Any:
+        """Return a loader for ranks that split sequences; the loader itself where they do not."""
+        from accelerate.strategies.deepspeed.sequence import SequenceLoader
+
+        if self._groups is None or isinstance(loader, SequenceLoader):
+            return loader
+        return SequenceLoader(loader, self._groups.get_sequence_parallel_group(), self.runtime.device)
+
     def data_shard(self) -> tuple[int, int]:
-        """Return which share of the data this process reads; ranks that split a layer or a sequence read the same."""
-        layout = self.context.parallelism
+        """Return which share of the data this process reads; ranks that split a layer read the same.
+
+        Ranks that split sequences read shares of their own, and work on them together, one after another.
+        """
         together = tensor_parallel_size(self.plugin.deepspeed_config)
-        together *= layout.sizes["sp"] if layout is not None else 1
         return self.runtime.rank // together, self.runtime.world_size // together
