@@ -147,12 +147,14 @@ def train(
     case: Case,
     *,
     stop: int | None = None,
-    then: Callable[[], None] = lambda: None,
+    then: Callable[[], Any] = lambda: None,
+    goes_on: bool = False,
 ) -> Trained:
     """Train for the epochs of a case.
 
     Args:
         stop: End after so many batches, with a call of `then`.
+        goes_on: Do not end there.
     """
     found, accelerator = Trained(), run.accelerator
     for _ in range(case.epochs):
@@ -167,7 +169,8 @@ def train(
             found.rates.append(run.scheduler.get_last_lr()[0])
             if stop is not None and len(found.losses) == stop:
                 then()
-                return found
+                if not goes_on:
+                    return found
     return found
 
 

@@ -20,7 +20,8 @@ from accelerate._base import constants
 from accelerate._base.errors import CheckpointError
 from accelerate._base.imports import require
 from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed
+from accelerate.checkpointing.manifest import WINDOW
+from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed, read_torch
 from accelerate.collectives.base import communicator
 from accelerate.strategies.deepspeed.engine import is_training_engine
 
@@ -105,6 +106,12 @@ class EnginePart:
         facts.check(self.engine, own)
         if facts.num_shards in (None, self.engine.seq_dp_world_size):
             return {"folder": own, "tag": tag, "universal": False}
+        if facts.stage >= 2 and _has_open_window(folder, options):
+            raise CheckpointError(
+                f"{str(folder)!r} was saved by {facts.num_shards} processes in the middle of an accumulation window, and ZeRO "
+                f"{facts.stage} has the gradients in shards that other numbers of processes cannot take over. Load it with "
+                f"{facts.num_shards} processes, or save when accelerator.sync_gradients is True."
+            )
         return {"folder": self._convert(own / tag), "tag": _UNIVERSAL, "universal": True}
 
     def _convert(self, source: Path) -> Path:
@@ -147,6 +154,11 @@ class EnginePart:
             communicator().barrier()
             for folder in self._converted:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_open_window(folder: Path, options: LoadOptions) -> bool:
+    files = folder.glob(f"{WINDOW}_*.bin")
+    return any(read_torch(file, options, map_location="meta")["is_open"] for file in files)
 
 
 @contextlib.contextmanager

@@ -199,11 +199,7 @@ def open_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def set_open_gradients(engine: Any, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Go on in a window with what was summed up in it; without gradients, begin anew.
-
-    Raises:
-        UsageError: If they are shards of another number of ranks.
-    """
+    """Go on in a window with what was summed up in it; without gradients, begin anew."""
     optimizer, module = engine.optimizer, engine.module
     if int(engine.zero_optimization_stage()) < 2:
         for name, parameter in module.named_parameters():
@@ -214,11 +210,7 @@ def set_open_gradients(engine: Any, gradients: Mapping[str, torch.Tensor]) -> No
     if not gradients:
         return
     prefix = _SHARD.format(rank=engine.global_rank, size=engine.seq_dp_world_size)
-    if any(not name.startswith(prefix) for name in gradients):
-        raise UsageError(
-            "The checkpoint was saved in the middle of an accumulation window by another number of processes, and ZeRO 2 and "
-            "3 hold shards of its gradients. Load it with as many processes, or save when accelerator.sync_gradients is True."
-        )
+    assert all(name.startswith(prefix) for name in gradients), "shards of another layout are refused before"
     _set_shards(engine, {name.removeprefix(prefix): shard for name, shard in gradients.items()})
 
 
