@@ -24,6 +24,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="This schedule advances")
+    # The compiler looks at every attribute of what DeepSpeed's hooks see.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def make_net(seed: int = 0) -> torch.nn.Sequential:
