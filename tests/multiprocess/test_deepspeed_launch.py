@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.launching import launch
 from tests.support.machines import CARD, TwoMachines, two_machines
 
@@ -32,6 +33,32 @@ facts["local_size"] = os.environ.get("LOCAL_WORLD_SIZE")
 sys.stdout.write(json.dumps(facts) + "\\n")
 sys.stdout.flush()
 state.destroy_process_group()
+"""
+# Each worker trains its share of a small task with the settings of the launcher.
+TRAINER = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.arange(64.0).reshape(16, 4).sin(), batch_size=2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+losses = []
+for batch in data:
+    loss = (model(batch) ** 2).mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+facts = {"RANK": accelerator.process_index, "met": losses, "stage": accelerator.deepspeed_plugin.zero_stage}
+facts |= {"type": accelerator.distributed_type.value, "sharded": hasattr(next(model.parameters()), "ds_id")}
+sys.stdout.write(json.dumps(facts) + "\\n")
+sys.stdout.flush()
+accelerator.end_training()
 """
 WORDS = ["--name", "a $b; 'c' %n", "--", "x"]
 FOLDER = "/a disk/of $5"
@@ -87,6 +114,32 @@ def test_machines_that_are_started_by_hand(machines: TwoMachines, script: Path, 
     words += ["--main_process_ip", machines.addresses[0], "--main_process_port", "29417"]
     runs = machines.run({rank: [*words, "--machine_rank", str(rank), str(script), *WORDS] for rank in (0, 1)})
     check(facts_of(*runs), machines.addresses[0])
+
+
+def train_plainly() -> list[float]:
+    """Train in one process with the batches of both machines."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for batch in torch.arange(64.0).reshape(4, 4, 4).sin():
+        loss = (model(batch) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_two_machines_train(machines: TwoMachines, tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    words = ["--use_deepspeed", "--zero_stage", "3", "--num_processes", "2", "--num_machines", "2"]
+    words += ["--main_process_ip", machines.addresses[0], "--main_process_port", "29419"]
+    found = facts_of(*machines.run({rank: [*words, "--machine_rank", str(rank), str(script)] for rank in (0, 1)}))
+    assert [(facts["type"], facts["stage"], facts["sharded"]) for facts in found] == [("DEEPSPEED", 3, True)] * 2
+    means = [sum(pair) / 2 for pair in zip(*(facts["met"] for facts in found), strict=True)]  # type: ignore[call-overload]
+    assert means == pytest.approx(train_plainly(), abs=1e-6)
 
 
 def write_hostfile(machines: TwoMachines, folder: Path) -> Path:
