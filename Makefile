@@ -2,6 +2,7 @@
 #
 #   make demo     train a small network on real data with two processes and plot the run
 #   make test     everything that make check does, then the test suite
+#   make test-cpu-adam   the tests of DeepSpeed's own Adam, which is compiled for some minutes the first time
 #   make quick    lint of the files that changed, and the unit tests, in about three minutes
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
 #   make coverage the lines that no test reaches, as a report and in htmlcov/
@@ -29,7 +30,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quick check coverage bench bench-clients pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-cpu-adam quick check coverage bench bench-clients pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -69,6 +70,9 @@ group-tests: $(VENV)/.dev unit-tests
 	$(PYTEST) -n 2 --dist loadfile $(GROUP_TESTS)
 	$(PYTEST) -n 2 --dist loadfile -m multiprocess $(GROUP_TESTS:%=--ignore=%)
 
+test-cpu-adam: $(VENV)/.dev
+	ACCELERATE_TEST_CPU_ADAM=1 $(PYTEST) tests/multiprocess/test_deepspeed_cpu_adam.py
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -104,7 +108,7 @@ walks: $(VENV)/.dev
 pages: walks
 	$(BIN)/python -m tools.write_pages
 
-bench: $(VENV)/.demo $(REFERENCE_VENV)/.ready
+bench: $(VENV)/.dev $(REFERENCE_VENV)/.ready
 	$(BIN)/python benchmarks/run.py --reference $(REFERENCE_VENV)/bin/python
 
 # Checkpoints go to the other package and back; then the programs run on both.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +275,15 @@ def tokens_of(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.stack(batch), "labels": torch.stack(batch)}
 
 
-def train_llama(way: str, stage: int = 0) -> list[tuple[float, float]]:
-    """Train with layers split over ranks, or sequences, or neither; every way sees the same batches."""
+def train_llama(
+    way: str, stage: int = 0, *, stop: int | None = None, resumes: bool = False, folder: str = ""
+) -> list[tuple[float, float]]:
+    """Train with layers split over ranks, or sequences, or neither; every way sees the same batches.
+
+    Args:
+        stop: Save after so many batches, and end.
+        resumes: Go on from what was saved.
+    """
     options: dict[str, Any] = {}
     if way == "layers":
         config = {
@@ -298,6 +307,8 @@ def train_llama(way: str, stage: int = 0) -> list[tuple[float, float]]:
     )
     found, rows = [], 0
     assert len(loader) == 4
+    if resumes:
+        accelerator.load_state(folder)
     for batch in loader:
         rows += 0 if way == "sequences" else len(accelerator.gather_for_metrics(batch["input_ids"]))
         if way == "sequences":
@@ -314,8 +325,11 @@ def train_llama(way: str, stage: int = 0) -> list[tuple[float, float]]:
         optimizer.step()
         optimizer.zero_grad()
         found.append((loss.item(), float(norm)))
-    found.append((float(rows), 0.0))
-    return found
+        if len(found) == stop:
+            accelerator.save_state(folder)
+            break
+    accelerator.free_memory()  # puts back the attention of Transformers
+    return [*found, (float(rows), 0.0)]
 
 
 def refused() -> dict[str, str]:
@@ -390,7 +404,50 @@ def experts() -> dict[str, Any]:
     }
 
 
-def work_of_two() -> dict[str, Any]:
+def prepared_again() -> list[tuple[int, int]]:
+    """What the first loader filled is open for the next one."""
+    accelerator = fresh_accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+    found = []
+    for batch_size in (2, 8):
+        model = make_net()
+        loader = DataLoader(make_samples(32), batch_size=batch_size)
+        objects = accelerator.prepare(model, make_optimizer(model), loader)
+        config = accelerator.deepspeed_config
+        found.append((config["train_micro_batch_size_per_gpu"], config["train_batch_size"]))
+        objects = accelerator.free_memory(*objects)
+    return found
+
+
+def stopped(root: str) -> dict[str, Any]:
+    """A signal that one process got stops both at the same step, and the run goes on from there."""
+    case = Case(3)
+    whole = train(prepare(case), case).losses
+    run = prepare(case)
+    accelerator = run.accelerator
+    assert not accelerator.should_stop
+    losses = []
+    for number, batch in enumerate(run.loader):
+        losses.append(step(accelerator, run.optimizer, squared_error(run.model, batch).mean()))
+        run.scheduler.step()
+        if number == 2 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if accelerator.should_stop:
+            break
+    accelerator.save_state(f"{root}/stopped")
+    rest = prepare(case)
+    rest.accelerator.load_state(f"{root}/stopped")
+    return {"whole": whole, "losses": losses, "rest": train(rest, case).losses}
+
+
+def sequences_go_on(root: str) -> dict[str, Any]:
+    """A run stops after the batch of one of two ranks that split sequences, and goes on with that of the other."""
+    found: dict[str, Any] = {"whole": train_llama("sequences", 2)}
+    found["head"] = train_llama("sequences", 2, stop=3, folder=f"{root}/sequences")
+    found["rest"] = train_llama("sequences", 2, resumes=True, folder=f"{root}/sequences")
+    return found
+
+
+def work_of_two(root: str) -> dict[str, Any]:
     quiet()
     found = run_checks(placeholders, teacher_and_student, compiled, sharded_from_the_start, refused, experts)
     found["two models"] = {way: two_models(way) for way in ("ddp", "one accelerator", "two accelerators")}
@@ -400,13 +457,38 @@ def work_of_two() -> dict[str, Any]:
     found["not offloaded"] = plain.losses + plain.norms
     found["dropped"] = {stage: dropped(stage) for stage in (0, 1, 2, 3)}
     found["overflowed"] = {stage: overflowed(stage) for stage in (2, 3)}
+    found |= {"prepared again": prepared_again(), "stopped": stopped(root), "sequences go on": sequences_go_on(root)}
     for way in ("layers", "sequences"):
         found[way] = {stage: train_llama(way, stage) for stage in (0, 1, 2, 3)}
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    FOLDER.append(str(tmp_path_factory.mktemp("deepspeed")))
+
+
+FOLDER: list[str] = []
+
+
 def two(what: str) -> list[Any]:
-    return [rank[what] for rank in group_once(work_of_two, 2)]
+    return [rank[what] for rank in group_once(work_of_two, 2, FOLDER[0])]
+
+
+def test_what_one_loader_filled_is_open_for_the_next() -> None:
+    assert two("prepared again") == [[(2, 4), (8, 16)]] * 2
+
+
+def test_a_signal_stops_both_processes_at_the_same_step() -> None:
+    for found in two("stopped"):
+        assert 3 <= len(found["losses"]) < len(found["whole"])
+        assert found["losses"] + found["rest"] == found["whole"]
+    assert len({len(found["losses"]) for found in two("stopped")}) == 1
+
+
+def test_batches_of_ranks_that_split_sequences_go_on() -> None:
+    for found in two("sequences go on"):
+        assert found["head"][:-1] + found["rest"] == found["whole"]
 
 
 def test_placeholders_stand_for_the_configuration() -> None:

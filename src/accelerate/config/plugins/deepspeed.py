@@ -171,6 +171,7 @@ class DeepSpeedPlugin(Settings):
         self._selected = False
         self._gathering_said = _GATHERING in self._facts
         self._unsaid: tuple[str, ...] = ()
+        self._filled: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.dschf: Any = None
         if self.hf_ds_config in (None, "none"):
             self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
@@ -245,8 +246,16 @@ class DeepSpeedPlugin(Settings):
 
     def open_config(self) -> dict[str, Any]:
         """Return a copy of DeepSpeed's configuration in which entries that nobody has said are "auto"."""
+        if self._filled is not None and self.deepspeed_config == self._filled[1]:
+            return copy.deepcopy(self._filled[0])  # another model may fill them otherwise
         config = copy.deepcopy(self.deepspeed_config)
         return config | {name: AUTO for name in self._unsaid if config.get(name) == 1}
+
+    def fill(self, config: dict[str, Any]) -> None:
+        """Put a complete configuration in force; until somebody edits it, it is known what was open in it."""
+        before = self.open_config()
+        self.deepspeed_config = config
+        self._filled = before, copy.deepcopy(config)
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:

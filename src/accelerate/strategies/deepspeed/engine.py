@@ -13,6 +13,7 @@ import torch
 
 from accelerate._base.errors import UsageError
 from accelerate._base.imports import require
+from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 
 
 def is_training_engine(model: Any) -> bool:
@@ -25,10 +26,12 @@ class DeepSpeedEngineWrapper:
 
     Args:
         engine: What `deepspeed.initialize` returned.
+        plugin: The settings that it was made with.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, plugin: DeepSpeedPlugin | None = None) -> None:
         self.engine = engine
+        self.plugin = plugin
         self._is_pending = False
         self._factor: torch.Tensor | float | None = None
         self._max_norm: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,35 @@ _MODULE = "deepspeed.runtime.sequence_parallel"
 _IGNORED = -100
 
 
-def split_attention(model: torch.nn.Module, layout: ParallelismConfig, micro_batch_size: int) -> Any:
-    """Let the attention of a Transformers model exchange heads for sequences, and return the groups that DeepSpeed asks for.
+@dataclass(frozen=True)
+class SplitAttention:
+    """An attention function of Transformers, and what DeepSpeed puts in its place for all models of the process.
+
+    Args:
+        groups: The ranks that split sequences, in the form in which DeepSpeed asks for them.
+        name: Its name among the attention functions.
+    """
+
+    groups: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    def put_in(self) -> None:
+        """Split the sequences."""
+        _attention_functions()[self.name] = self.replacement
+
+    def take_out(self) -> None:
+        """Leave other models alone."""
+        _attention_functions()[self.name] = self.original
+
+
+def _attention_functions() -> Any:
+    return require("transformers.modeling_utils", why=_WHY).ALL_ATTENTION_FUNCTIONS
+
+
+def split_attention(model: torch.nn.Module, layout: ParallelismConfig, micro_batch_size: int) -> SplitAttention:
+    """Let the attention of a Transformers model exchange heads for sequences.
 
     Raises:
         ConfigurationError: If it is no model of Transformers, or its attention cannot be split.
@@ -34,10 +62,12 @@ def split_attention(model: torch.nn.Module, layout: ParallelismConfig, micro_bat
     handler = layout.sp_handler
     attention = handler.sp_attn_implementation or config._attn_implementation  # type: ignore[union-attr]
 
-    def register() -> Any:
+    def register() -> SplitAttention:
+        functions = _attention_functions()
+        original = functions.get(attention)
         ulysses = require(f"{_MODULE}.ulysses_sp", why=_WHY, extra="deepspeed").UlyssesSPAttentionHF
         try:
-            return ulysses.register_with_transformers(
+            groups = ulysses.register_with_transformers(
                 model_name_or_path=model,
                 core_attn_implementation=attention,
                 sequence_parallel_size=layout.sp_size,
@@ -51,9 +81,11 @@ def split_attention(model: torch.nn.Module, layout: ParallelismConfig, micro_bat
                 f"{type(model).__name__}: {error} Load the model with attn_implementation='sdpa', and write the same for "
                 "sp_attn_implementation."
             ) from error
+        return SplitAttention(groups, attention, original, functions[attention])
 
-    # The functions of Transformers are replaced for all models, so once a run.
-    return current.remember("groups of sequence parallelism", register)
+    split = current.remember("sequence parallelism", register)
+    split.put_in()
+    return split
 
 
 class SequenceLoader:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -48,6 +48,9 @@ from accelerate.strategies.deepspeed.wrappers import (
     map_pytorch_optim_to_deepspeed,
 )
 
+if TYPE_CHECKING:  # most runs split no sequences
+    from accelerate.strategies.deepspeed.sequence import SplitAttention
+
 _WHY = "DeepSpeedPlugin"
 
 
@@ -70,8 +73,8 @@ class DeepSpeedStrategy(Strategy):
         self.engines: list[DeepSpeedEngineWrapper] = []
         """Those of models that are trained, in the order in which they were prepared."""
         self._holds_back = False
-        self._groups: Any = None
-        """The groups of ranks that split sequences, once there is a model whose attention does."""
+        self._split: SplitAttention | None = None
+        """The attention that is split along the sequence, once there is a model that has it."""
         set_up_process(self.runtime)
         plugins = list(self.plugins.values())
         if not any(plugin.selected for plugin in plugins):
@@ -127,8 +130,9 @@ class DeepSpeedStrategy(Strategy):
         if (optimizers or schedulers) and not models:
             name = type([*optimizers, *schedulers][0]).__name__
             raise ConfigurationError(
-                f"prepare() was given {name} without its model, but DeepSpeed's engine is made of both together. Write "
-                "model, optimizer = accelerator.prepare(model, optimizer)."
+                f"prepare() was given {name} without its model, or with one that was prepared without it, but DeepSpeed's "
+                "engine is made of both together. Write model, optimizer = accelerator.prepare(model, optimizer), before the "
+                "model is prepared for evaluation; with Transformers' Trainer, call train() before evaluate()."
             )
         config = self.plugin.deepspeed_config
         for given, section, kind in (
@@ -182,7 +186,7 @@ class DeepSpeedStrategy(Strategy):
         self._compile(engine)
         results: list[Any] = []
         if has_optimizer:
-            wrapper = DeepSpeedEngineWrapper(engine)
+            wrapper = DeepSpeedEngineWrapper(engine, plugin)
             self.engines.append(wrapper)
             wrapped = DeepSpeedOptimizerWrapper(optimizer)
             wrapped.engine = wrapper
@@ -204,19 +208,18 @@ class DeepSpeedStrategy(Strategy):
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
         elif optimizer is not None:
-            places = [config["zero_optimization"].get(f"offload_{what}") or {} for what in ("optimizer",)]
-            is_offloaded = any(place.get("device") in ("cpu", "nvme") for place in places)
-            if is_offloaded and config.get("zero_force_ds_cpu_optimizer", True):
+            offload = config["zero_optimization"].get("offload_optimizer") or {}
+            if offload.get("device") in ("cpu", "nvme") and config.get("zero_force_ds_cpu_optimizer", True):
                 optimizer = map_pytorch_optim_to_deepspeed(optimizer)
             arguments["optimizer"] = optimizer
         layout = self.context.parallelism
         if layout is not None and layout.sp_enabled:
             from accelerate.strategies.deepspeed.sequence import split_attention
 
-            arguments["mpu"] = self._groups = split_attention(model, layout, config["train_micro_batch_size_per_gpu"])
-        callable_ = getattr(scheduler, "lr_scheduler_callable", None)
-        if isinstance(scheduler, DummyScheduler) and callable_ is not None:
-            arguments["lr_scheduler"] = callable_
+            self._split = split_attention(model, layout, config["train_micro_batch_size_per_gpu"])
+            arguments["mpu"] = self._split.groups
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is not None:
+            arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
         return arguments
 
     def _complete_config(
@@ -247,13 +250,12 @@ class DeepSpeedStrategy(Strategy):
             facts |= hidden_size_facts(size, plugin.zero_stage)
         # DeepSpeed counts ranks that split layers as replicas here, though they read the same batches.
         num_replicas = self.runtime.world_size // self._sequence_ranks
-        completed = complete(plugin.open_config(), facts, num_replicas=num_replicas, place=plugin.place)
-        config = completed.config
-        # Other libraries read the plugin's configuration after `prepare`.
-        plugin.deepspeed_config = config
-        self._clock.set_num_steps(config["gradient_accumulation_steps"])
+        config = complete(plugin.open_config(), facts, num_replicas=num_replicas, place=plugin.place).config
         if optimizer is not None and not isinstance(optimizer, DummyOptim):
             config.setdefault("zero_allow_untested_optimizer", True)
+        # Other libraries read the plugin's configuration after `prepare`.
+        plugin.fill(config)
+        self._clock.set_num_steps(config["gradient_accumulation_steps"])
         return config
 
     def _cast_inputs(self, model: torch.nn.Module, dtype: torch.dtype | None) -> torch.nn.Module:
@@ -282,19 +284,19 @@ class DeepSpeedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine compute gradients; it exchanges those of the pass that closes a window."""
-        closes = self._clock.sync_gradients and not self._holds_back
-        if self._groups is not None and self.plugin.zero_stage < 3:
-            # Over the ranks that split a sequence ZeRO 3 averages, as other engines do, and the others add up.
-            loss = loss / self._sequence_ranks
-        if len(self.engines) == 1:
-            self.engines[0].accumulate(loss, closes=closes, scale_wrt_gas=False, **kwargs)
-            return
         if not self.engines:
             raise UsageError(
                 "backward() was called, but no model was prepared with an optimizer, so DeepSpeed has no engine that could "
                 "train. Give both to one prepare()."
             )
-        self._backward_of_several(loss, closes, kwargs)
+        closes = self._clock.sync_gradients and not self._holds_back
+        if self._split is not None and int(self.engines[0].engine.zero_optimization_stage()) < 3:
+            # Over the ranks that split a sequence ZeRO 3 averages, as other engines do, and the others add up.
+            loss = loss / self._sequence_ranks
+        if len(self.engines) == 1:
+            self.engines[0].accumulate(loss, closes=closes, scale_wrt_gas=False, **kwargs)
+        else:
+            self._backward_of_several(loss, closes, kwargs)
 
     def _backward_of_several(self, loss: torch.Tensor, closes: bool, kwargs: dict[str, Any]) -> None:
         """Compute gradients of a loss that one engine or several took part in; their hooks tell which."""
@@ -328,19 +330,21 @@ class DeepSpeedStrategy(Strategy):
         Raises:
             ConfigurationError: If it is not the 2-norm, or DeepSpeed's configuration clips to another norm.
         """
-        fixed = float(self.plugin.deepspeed_config.get("gradient_clipping") or 0.0)
         if norm_type != 2:
             raise ConfigurationError(
                 f"clip_grad_norm_(norm_type={norm_type!r}) was called under DeepSpeed, which clips by the 2-norm. Leave "
                 "norm_type out."
             )
-        if fixed and max_norm not in (fixed, float("inf")):
-            raise ConfigurationError(
-                f"clip_grad_norm_(max_norm={max_norm!r}) was called, but DeepSpeed's configuration says "
-                f"gradient_clipping={fixed!r}, and only one of them can hold. Write the same number in both, or 'auto' for "
-                "gradient_clipping."
-            )
-        norms = [wrapper.clip_grad_norm(max_norm, norm_type) for wrapper in self._engines_of(parameters)]
+        engines = self._engines_of(parameters)
+        for wrapper in engines:
+            fixed = float(wrapper.engine.config.get("gradient_clipping") or 0.0)
+            if fixed and max_norm not in (fixed, float("inf")):
+                raise ConfigurationError(
+                    f"clip_grad_norm_(max_norm={max_norm!r}) was called, but DeepSpeed's configuration says "
+                    f"gradient_clipping={fixed!r}, and only one of them can hold. Write the same number in both, or 'auto' "
+                    "for gradient_clipping."
+                )
+        norms = [wrapper.clip_grad_norm(max_norm, norm_type) for wrapper in engines]
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def _engines_of(self, parameters: Any) -> list[DeepSpeedEngineWrapper]:
@@ -367,7 +371,8 @@ class DeepSpeedStrategy(Strategy):
         """Return all weights; where ZeRO 3 shards them, on the first rank, and every rank must call it."""
         from accelerate.strategies.deepspeed.weights import gather_weights
 
-        plugin = self.plugin
+        own = (wrapper.plugin for wrapper in self.engines if wrapper.engine is model)
+        plugin = next(own, None) or self.plugin
         refused = plugin.gathers_16bit_weights is False
         return gather_weights(model, plugin.deepspeed_config, refused=refused, keep=self.runtime.rank == 0)
 
@@ -387,16 +392,19 @@ class DeepSpeedStrategy(Strategy):
         return self.runtime.rank % tensor_parallel_size(self.plugin.deepspeed_config) > 0
 
     def release(self) -> None:
-        """Let go of the engines."""
+        """Let go of the engines, and of the attention that was split for them."""
         self.engines.clear()
+        if self._split is not None:
+            self._split.take_out()
+            self._split = None
 
     def share_sequences(self, loader: Any) -> Any:
         """Return a loader for ranks that split sequences; the loader itself where they do not."""
         from accelerate.strategies.deepspeed.sequence import SequenceLoader
 
-        if self._groups is None or isinstance(loader, SequenceLoader):
+        if self._split is None or isinstance(loader, SequenceLoader):
             return loader
-        return SequenceLoader(loader, self._groups.get_sequence_parallel_group(), self.runtime.device)
+        return SequenceLoader(loader, self._split.groups.get_sequence_parallel_group(), self.runtime.device)
 
     def data_shard(self) -> tuple[int, int]:
         """Return which share of the data this process reads; ranks that split a layer read the same.
