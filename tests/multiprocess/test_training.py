@@ -353,6 +353,25 @@ def wrappers() -> dict[str, Any]:
     return {"dtype": dtype, "keys": list(pickled.state_dict()) == list(accelerator.get_state_dict(model))}
 
 
+def evaluated_before_it_is_trained() -> dict[str, Any]:
+    """A model is prepared for evaluation, as by the Trainer's evaluate(), and for training after that."""
+    accelerator = fresh_accelerator()
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    same = accelerator.prepare_model(model, evaluation_mode=True) is model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trained, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(trained(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+    gradient = model.weight.grad.item() if model.weight.grad is not None else None
+    return {
+        "same": same,
+        "wrapped": isinstance(trained, DistributedDataParallel),
+        "gradient": gradient,
+        "again": accelerator.prepare(trained) is trained,
+        "kept": (len(accelerator._models), accelerator._models[0] is model),
+    }
+
+
 def pickled_accelerator() -> tuple[Any, ...]:
     accelerator = fresh_accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
     accelerator.gather(torch.ones(1))
@@ -381,6 +400,7 @@ CHECKS = (
     learned_inputs,
     frozen_models,
     wrappers,
+    evaluated_before_it_is_trained,
     pickled_accelerator,
 )
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3])
@@ -544,6 +564,14 @@ def test_frozen_models_are_prepared_beside_those_that_are_trained(world_size: in
 def test_a_replica_is_wrapped_once_and_unwraps_to_the_model(world_size: int) -> None:
     for found in results(world_size, "wrappers"):
         assert found == {"dtype": torch.float32, "keys": True}
+
+
+@WORLD_SIZES
+def test_a_model_that_was_evaluated_first_is_trained_as_a_replica(world_size: int) -> None:
+    for found in results(world_size, "evaluated_before_it_is_trained"):
+        assert (found["same"], found["wrapped"], found["again"]) == (True, True, True)
+        assert found["gradient"] == pytest.approx(mean_of_ranks(world_size))
+        assert found["kept"] == (1, True)
 
 
 @WORLD_SIZES

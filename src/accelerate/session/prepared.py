@@ -27,6 +27,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.session.setup import Run
 
 _MARK = "_is_accelerate_prepared"
+_EVALUATED = "_is_accelerate_prepared_for_evaluation"
 _REPLACED = "_is_accelerate_replaced"
 ReplacedParameters = Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
 """Old parameter -> the one in its place; None for one that is trained on another rank."""
@@ -325,9 +326,24 @@ class Preparer:
             place = self._places(device_placement) and not has_device_map(model)
             prepared = strategy.prepare_model(model, place=place, evaluation=evaluation)
             setattr(prepared, _MARK, True)
+            if evaluation:
+                setattr(prepared, _EVALUATED, True)
+        elif not evaluation and getattr(model, _EVALUATED, False):
+            prepared = self._train_evaluated_model(model)
         if not _holds(self.objects.wrapped_models, prepared):
             self.objects.wrapped_models.append(prepared)
             self.objects.models.append(extract_model_from_parallel(prepared) if strategy.caps.replicates else prepared)
+        return prepared
+
+    def _train_evaluated_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Put the engine's wrapper around a model that was prepared for evaluation, and is to be trained after all."""
+        delattr(model, _EVALUATED)
+        prepared = self.run.strategy.wrap(model)
+        if prepared is not model:
+            delattr(model, _MARK)
+            setattr(prepared, _MARK, True)
+            known = self.objects.wrapped_models
+            known[:] = [prepared if entry is model else entry for entry in known]
         return prepared
 
     def _follow_handlers(self) -> None:
