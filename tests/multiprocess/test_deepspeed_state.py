@@ -195,7 +195,7 @@ def load_what_one_saved(target: str) -> dict[int, Any]:
         run = prepare(Case(stage))
         run.accelerator.load_state(f"{target}{stage}")
         weights = run.accelerator.get_state_dict(run.model)
-        expected = torch.load(f"{target}{stage}.weights")
+        expected = torch.load(f"{target}{stage}.weights", weights_only=True)
         have = weights or expected  # ZeRO 3 gathers on the first rank
         found[stage] = (
             torch.cat([have[name].flatten() for name in expected]),
