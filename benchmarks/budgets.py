@@ -313,6 +313,17 @@ CASES = (
         Script("fsdp.py", processes=2, only_ours=True),
         paired_lines("FSDP2 on two processes over hand-written FSDP2", 1.03),
     ),
+    *(
+        Case(
+            "deepspeed",
+            "DeepSpeed",
+            # The reference takes no DeepSpeed on a machine without accelerators.
+            # Two engines of one session are never equally fast.
+            Script("zero.py", ("--stage", stage), processes=2, sessions=5, only_ours=True, timeout=300),
+            paired_lines(f"DeepSpeed, ZeRO {stage}, on two processes over a hand-written loop", 1.03),
+        )
+        for stage in ("2", "3")
+    ),
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
     Case("out_of_memory", "Out of memory", Script("out_of_memory.py", processes=2, sessions=4), out_of_memory_lines),
     *(

@@ -15,6 +15,8 @@ KNOWN_DEVICES = ("xla",)
 KNOWN_STRATEGIES = ("deepspeed", "megatron", "xla")
 # The devices that libraries for 8-bit floats name.
 FP8_DEVICES = frozenset({"cpu", "cuda", "hpu", "xpu"})
+# Number formats that an engine takes on other devices only.
+REFUSED = {("deepspeed", "cpu"): ("fp16",)}
 NOT_THERE = "-"
 
 _DEVICE_TITLES = {"neuron": "Neuron", "xla": "XLA (TPU)"}
@@ -40,7 +42,7 @@ def render() -> str:
     )
     columns: dict[tuple[str, ...], list[str]] = {}
     for device, backend in _devices().items():
-        cells = tuple(_cell(backend, built=name in built, single=name == "single") for name in rows)
+        cells = tuple(_cell(backend, name, built=name in built) for name in rows)
         # Devices that differ in nothing but their name share a column.
         columns.setdefault(cells, []).append(_DEVICE_TITLES.get(device, device.upper()))
     lines = ["| | " + " | ".join(", ".join(titles) for titles in columns.values()) + " |"]
@@ -62,12 +64,13 @@ def _devices() -> dict[str, DeviceBackend | None]:
     return found | {name: None for name in KNOWN_DEVICES if name not in found}
 
 
-def _cell(backend: DeviceBackend | None, *, built: bool, single: bool) -> str:
+def _cell(backend: DeviceBackend | None, strategy: str, *, built: bool) -> str:
     # Devices without a label for several processes form no group.
     alone = backend is not None and backend.label is DistributedType.NO
-    if backend is None or not built or (alone and not single):
+    if backend is None or not built or (alone and strategy != "single"):
         return NOT_THERE
-    listed = [name for name in PrecisionType.list() if name in precisions.FORMATS]
+    refused = REFUSED.get((strategy, backend.type), ())
+    listed = [name for name in PrecisionType.list() if name in precisions.FORMATS and name not in refused]
     # Rarest last.
     shown = sorted((name for name in listed if name != "fp8" or backend.type in FP8_DEVICES), key="fp8".__eq__)
     names = ", ".join("fp32" if name == "no" else name for name in shown)

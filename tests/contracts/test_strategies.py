@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,9 +22,19 @@ from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import Capabilities, EngineRequest, Strategy, StrategyContext
-from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs, TorchTensorParallelConfig
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    TorchTensorParallelConfig,
+)
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    # DeepSpeed 0.19 uses what torch 2.13 warns about.
+    pytest.mark.filterwarnings("ignore:.*torch.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
+]
 
 STRATEGIES = {strategy.name: strategy for strategy in strategies.all_strategies()}
 
@@ -43,8 +54,13 @@ RUNS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "fsdp1": (2, lambda: fsdp(1)),
     "fsdp2": (2, lambda: fsdp(2)),
     "parallel": (2, split),
+    "deepspeed": (2, lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)}),
 }
 """Strategy -> on how many processes any model runs under it, and the arguments that select it."""
+REFUSED = {("deepspeed", "fp16"): "DeepSpeed takes fp16 on accelerators only"}
+"""Number formats that an engine refuses on the CPU, and why."""
+HALVES = {("deepspeed", "bf16"), ("deepspeed", "fp8")}
+"""Where weights, and so outputs, are in half precision."""
 GATHERING = ("fsdp1", "fsdp2", "parallel")
 """The strategies that bring full weights together on the main process alone."""
 
@@ -106,6 +122,7 @@ def every_life(world_size: int) -> dict[str, Any]:
         for name, (size, _) in RUNS.items()
         if size == world_size
         for precision in precisions.FORMATS
+        if (name, precision) not in REFUSED and (name != "deepspeed" or find_spec("deepspeed"))
     }
 
 
@@ -114,12 +131,16 @@ def every_life(world_size: int) -> dict[str, Any]:
 def test_a_model_lives_the_same_life_everywhere(name: str, precision: str) -> None:
     if name not in RUNS:
         pytest.skip(f"{name} needs a model that is made for it")
+    if name == "deepspeed" and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    if (name, precision) in REFUSED:
+        pytest.skip(REFUSED[name, precision])
     size = RUNS[name][0]
     for found in group_once(every_life, size, size):
         assert found[f"{name}/{precision}"] == {
             "steps": 2,
             "finite": True,
-            "output": torch.float32,
+            "output": torch.bfloat16 if (name, precision) in HALVES else torch.float32,
             "unwraps": True,
             "forward": True,
             "keys": True,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,8 @@ def run_python_blocks(page: str, folder: Path) -> subprocess.CompletedProcess[st
 
 # A fresh interpreter for the first pages that people read; the others start from this process, which has loaded torch.
 FRESH = {"README.md", "docs/index.md"}
+# Importing DeepSpeed 0.19 warns of what it uses of torch.
+WARNS = {"docs/how-to/deepspeed.md": "deepspeed"}
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name)
@@ -104,9 +107,11 @@ def test_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> Non
         run = run_python_blocks(text, tmp_path)
         assert run.returncode == 0, f"{name(page)} (line numbers are those of the page)\n{run.stdout}\n{run.stderr}"
         return
+    if name(page) in WARNS and find_spec(WARNS[name(page)]) is None:
+        pytest.skip(f"{WARNS[name(page)]} is not installed")
     program = tmp_path / "page.py"
     program.write_text(python_program(text), encoding="utf-8")
-    run_warm_script(program, 1, env=page_environment(), folder=tmp_path, strict=True)
+    run_warm_script(program, 1, env=page_environment(), folder=tmp_path, strict=name(page) not in WARNS)
 
 
 def test_a_wrong_page_fails_at_its_own_line(tmp_path: Path) -> None:

@@ -294,6 +294,8 @@ def refused() -> dict[str, str]:
     )
     taken = fresh_accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=steps))
     found["window of the configuration"] = str(taken.gradient_accumulation_steps)
+    accelerator = fresh_accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=1), mixed_precision="fp16")
+    found["fp16"] = message_of(lambda: accelerator.prepare(net, make_optimizer(net), make_loader()))
     half = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     found["two formats"] = message_of(
         lambda: fresh_accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=half), mixed_precision="bf16")
@@ -504,6 +506,7 @@ REFUSALS = {
     "the same norm": "nothing was refused",
     "two windows": "gradient_accumulation_steps=2 was given to the Accelerator, but DeepSpeed's configuration says",
     "window of the configuration": "4",
+    "fp16": "DeepSpeed does not compute in it on this cpu",
     "two formats": "mixed_precision='bf16' contradicts",
     "layers": "tp_size=2, cp_size=1 were given with DeepSpeed",
 }

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 DTYPE_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 TRAINABLE_DTYPES = ("float32", "float16", "bfloat16")
 FLOAT32 = 4
+# DeepSpeed's defaults under ZeRO 3: gathered weights stay that are needed again within `stage3_max_reuse_distance`, on the
+# way to the last layer and back; a step takes `sub_group_size` elements at a time.
+_ZERO3_KEPT = 500_000_000
+_ZERO3_STEPPED = 1_000_000_000
 # Batch statistics, which a file does not tell from parameters.
 _BUFFER_NAMES = ("running_mean", "running_var")
 _Described: TypeAlias = tuple[str, tuple[int, ...], int, bool]
@@ -171,7 +175,7 @@ class TrainingMemory:
     Args:
         weights: Parameters and buffers.
         optimizer: Both moments of Adam, and the float32 copy of the weights where the engine keeps one.
-        working: What is there for a moment only: gathered layers, communication buckets, casts.
+        working: What is there for a moment only: gathered layers, communication buckets, casts, gradients laid out for a step.
     """
 
     weights: int
@@ -317,12 +321,21 @@ def _zero(model: ModelTensors, dtype: str, num_processes: int, *, stage: int) ->
     shard = -(-whole // num_processes)
     if stage == 3:  # each parameter is cut by itself, and filled up to a multiple of the processes
         shard = sum(-(-entry.elements // num_processes) for entry in model.tensors if entry.trainable)
+    gradients = element * (shard if stage >= 2 else whole)
+    # A step lays the gradients of the shard out in a row and turns them into float32: with these, 8 bytes an element.
+    for_step = 2 * FLOAT32 * shard - gradients
+    brought_together = 0
+    if stage == 1:  # whole gradients are there until the shard is cut out of them
+        brought_together = element * shard
+    elif stage == 3:
+        for_step = (2 * FLOAT32 - element) * min(shard, _ZERO3_STEPPED)
+        brought_together = element * (min(whole, _ZERO3_KEPT) + model.largest_trained_layer())
     return TrainingMemory(
         weights=element * (shard if stage == 3 else whole) + model.untrained_bytes(element),
-        gradients=element * (shard if stage >= 2 else whole),
+        gradients=gradients,
         # A float32 copy of the weights and two moments, also where the weights are float32 already.
         optimizer=3 * FLOAT32 * shard,
-        working=_gathered(model, dtype) if stage == 3 else 0,
+        working=max(for_step, brought_together),
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from accelerate._base.errors import ConfigurationError
 from accelerate.offload.estimate import (
     ModelTensors,
+    TensorInfo,
     TrainingMemory,
     in_layout,
     layer_of,
@@ -206,18 +207,26 @@ def test_each_way_of_sharing_follows_its_formula(folder: Path) -> None:
     assert per_rank(model, "float32", 3) == {
         "DDP": TrainingMemory(320 + 56, 320, 640, working=320),
         "FSDP": TrainingMemory(4 * fsdp + 56, 4 * fsdp, 8 * fsdp, working=8 * layer),
-        "ZeRO-1": TrainingMemory(320 + 56, 320, 12 * zero),
-        "ZeRO-2": TrainingMemory(320 + 56, 4 * zero, 12 * zero),
-        "ZeRO-3": TrainingMemory(4 * zero3 + 56, 4 * zero3, 12 * zero3, working=8 * layer),
+        "ZeRO-1": TrainingMemory(320 + 56, 320, 12 * zero, working=4 * zero),
+        "ZeRO-2": TrainingMemory(320 + 56, 4 * zero, 12 * zero, working=4 * zero),
+        "ZeRO-3": TrainingMemory(4 * zero3 + 56, 4 * zero3, 12 * zero3, working=4 * (80 + layer)),
     }
     assert per_rank(model, "float16", 3) == {
         "DDP": TrainingMemory(320 + 56, 320, 640, working=320 + 160),
         "FSDP": TrainingMemory(4 * fsdp + 56, 4 * fsdp, 8 * fsdp, working=4 * layer),
-        "ZeRO-1": TrainingMemory(160 + 56, 160, 12 * zero),
-        "ZeRO-2": TrainingMemory(160 + 56, 2 * zero, 12 * zero),
-        "ZeRO-3": TrainingMemory(2 * zero3 + 56, 2 * zero3, 12 * zero3, working=4 * layer),
+        "ZeRO-1": TrainingMemory(160 + 56, 160, 12 * zero, working=8 * zero - 160),
+        "ZeRO-2": TrainingMemory(160 + 56, 2 * zero, 12 * zero, working=6 * zero),
+        "ZeRO-3": TrainingMemory(2 * zero3 + 56, 2 * zero3, 12 * zero3, working=2 * (80 + layer)),
     }
-    assert per_rank(model, "float16", 3)["ZeRO-2"].total == 216 + 54 + 324
+    assert per_rank(model, "float16", 3)["ZeRO-2"].total == 216 + 54 + 324 + 162
+
+
+def test_zero_3_gathers_and_steps_a_large_model_in_portions() -> None:
+    layers = [TensorInfo(f"{index}.weight", (1_000_000_000,), 32, True, True, str(index)) for index in range(6)]
+    model = ModelTensors(tuple(layers))
+    # Half of the reuse distance and a layer; or what a step of 1e9 elements makes of their gradients.
+    assert per_rank(model, "float32", 100)["ZeRO-3"].working == 4 * 1_500_000_000
+    assert per_rank(model, "bfloat16", 2)["ZeRO-3"].working == 6 * 1_000_000_000
 
 
 def test_one_process_sends_nothing(folder: Path) -> None:

@@ -6,7 +6,8 @@ Everything that DeepSpeed does not offer by a public name is asked for here alon
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class DeepSpeedEngineWrapper:
         self._is_pending = False
         self._factor: torch.Tensor | float | None = None
         self._max_norm: float | None = None
+        self._scaled_norm: torch.Tensor | None = None
+        """The norm of the gradients of a complete window, scaled as they are, once somebody has asked for it."""
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients, and step the engine at once where they complete a window."""
@@ -45,6 +48,7 @@ class DeepSpeedEngineWrapper:
     def accumulate(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
         """Compute gradients; those of the pass that closes a window are final."""
         earlier = self._take_final_gradients() if self._is_pending else {}
+        self._scaled_norm = None
         self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
         self.engine.backward(loss, **kwargs)
         self._add_gradients(earlier)
@@ -84,7 +88,8 @@ class DeepSpeedEngineWrapper:
             return
         self._is_pending = False
         optimizer = self.engine.optimizer
-        restore = {}
+        restore: dict[str, Any] = {}
+        known, self._scaled_norm = self._scaled_norm, None
         if self._max_norm is not None:
             restore["clip_grad"] = optimizer.clip_grad
             optimizer.clip_grad = self._max_norm
@@ -95,7 +100,8 @@ class DeepSpeedEngineWrapper:
             optimizer.override_loss_scale(float(optimizer.loss_scale / self._factor))
         self._max_norm = self._factor = None
         try:
-            self.engine.step()
+            with _known_norm(optimizer, known):
+                self.engine.step()
         finally:
             for name, value in restore.items():
                 setattr(optimizer, name, value)
@@ -138,12 +144,15 @@ class DeepSpeedEngineWrapper:
         if hasattr(optimizer, "scaled_global_norm"):
             scaled = optimizer.scaled_global_norm()
         elif hasattr(optimizer, "_get_norm_groups"):
-            scaled = torch.linalg.vector_norm(torch.stack([group.float() for group in optimizer._get_norm_groups()]))
+            combine = require("deepspeed.runtime.utils", why="Clipping", extra="deepspeed").combine_grad_norm_groups
+            scaled = combine(optimizer._get_norm_groups())
         else:
             gradients = self._gradients()
             norms = list(torch._foreach_norm([gradient.float() for gradient in gradients])) if gradients else []
             scaled = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self._scaled_norm = scaled
         found = torch.as_tensor(scaled, dtype=torch.float32, device=self.engine.device) / optimizer_scale(optimizer)
+        found = torch.where(found < 0, float("inf"), found)  # DeepSpeed's word for a norm that is not finite
         return found if self._factor is None else found * self._factor
 
     def get_global_grad_norm(self) -> float | None:
@@ -156,7 +165,7 @@ class DeepSpeedEngineWrapper:
         if not self._is_pending:
             return
         self._is_pending = False
-        self._max_norm = self._factor = None
+        self._max_norm = self._factor = self._scaled_norm = None
         optimizer = self.engine.optimizer
         if hasattr(optimizer, "averaged_gradients"):
             if hasattr(optimizer, "_pre_step"):
@@ -166,6 +175,22 @@ class DeepSpeedEngineWrapper:
                 optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
         optimizer.zero_grad()
         self.engine.zero_grad()
+
+
+@contextmanager
+def _known_norm(optimizer: Any, norm: torch.Tensor | None) -> Iterator[None]:
+    """Let a step of ZeRO use a norm that is known already, instead of exchanging it once more."""
+    names = {"scaled_global_norm": lambda norm_type=2: norm, "_get_norm_groups": lambda: [norm]}
+    name = next((name for name in names if hasattr(optimizer, name)), None)
+    # An optimizer on the host may change gradients before it measures them.
+    if norm is None or name is None or getattr(optimizer, "cpu_offload", False):
+        yield
+        return
+    setattr(optimizer, name, names[name])
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)
 
 
 def optimizer_scale(optimizer: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
@@ -25,6 +26,8 @@ def set_up_process(runtime: Runtime) -> None:
         MissingPackageError: If it is not installed.
     """
     choose_device(runtime.device.type)
+    # DeepSpeed 0.19 calls functions that torch 2.13 has renamed; nobody who reads it could change that.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # DeepSpeed looks here alone, and some launchers do not set it.
     if env.get("LOCAL_RANK") is None:
         env.put("LOCAL_RANK", str(runtime.local_rank))

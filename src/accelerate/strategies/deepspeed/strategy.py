@@ -135,6 +135,12 @@ class DeepSpeedStrategy(Strategy):
                 "model is prepared for evaluation; with Transformers' Trainer, call train() before evaluate()."
             )
         config = self.plugin.deepspeed_config
+        device = require("deepspeed.accelerator", why=_WHY, extra="deepspeed").get_accelerator()
+        if current_precision(config) == "fp16" and not device.is_fp16_supported():
+            raise ConfigurationError(
+                f"mixed_precision='fp16' (fp16.enabled of DeepSpeed's configuration) was asked for, but DeepSpeed does not compute "
+                f"in it on this {device.device_name()}. Write mixed_precision='bf16' or 'no'."
+            )
         for given, section, kind in (
             (optimizers, "optimizer", DummyOptim),
             (schedulers, "scheduler", DummyScheduler),
@@ -393,6 +399,8 @@ class DeepSpeedStrategy(Strategy):
 
     def release(self) -> None:
         """Let go of the engines, and of the attention that was split for them."""
+        for wrapper in self.engines:
+            wrapper.engine.destroy()  # its hooks on gradients would keep it
         self.engines.clear()
         if self._split is not None:
             self._split.take_out()
