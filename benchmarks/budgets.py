@@ -319,7 +319,7 @@ CASES = (
             "DeepSpeed",
             # The reference takes no DeepSpeed on a machine without accelerators.
             # Two engines of one session are never equally fast.
-            Script("zero.py", ("--stage", stage), processes=2, sessions=5, only_ours=True, timeout=300),
+            Script("zero.py", ("--stage", stage), processes=2, sessions=3, only_ours=True, timeout=300),
             paired_lines(f"DeepSpeed, ZeRO {stage}, on two processes over a hand-written loop", 1.03),
         )
         for stage in ("2", "3")
