@@ -1,6 +1,6 @@
 """What this library asks of DeepSpeed's engine: accumulate, measure, clip, scale and step, whatever its stage.
 
-Everything that DeepSpeed does not offer by a public name is asked for here alone (deepspeed 0.19).
+What DeepSpeed does with gradients and has no public name for is asked for here alone (deepspeed 0.19).
 """
 
 from __future__ import annotations
