@@ -25,6 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "clipped in windows": {"clip": 0.05, "accumulation": 4},
     "measured": {"clip": float("inf"), "accumulation": 3},
     "items": {"backward": "items", "accumulation": 4, "clip": 0.5},
+    "items in two passes": {"backward": "items in two passes", "accumulation": 4, "clip": 0.5},
     "two passes": {"backward": "two passes"},
     "two passes in windows": {"backward": "two passes", "accumulation": 4, "clip": 0.5},
     "a short window": {

@@ -47,12 +47,31 @@ class DeepSpeedEngineWrapper:
 
     def accumulate(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
         """Compute gradients; those of the pass that closes a window are final."""
+        self._scale_final_gradients()
         earlier = self._take_final_gradients() if self._is_pending else {}
         self._scaled_norm = None
         self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
         self.engine.backward(loss, **kwargs)
         self._add_gradients(earlier)
         self._is_pending = closes
+
+    def _scale_final_gradients(self) -> None:
+        """Multiply at once what waits to be multiplied: another pass adds to it."""
+        factor, self._factor = self._factor, None
+        if factor is None:
+            return
+        optimizer = self.engine.optimizer
+        if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+            raise UsageError(
+                "backward(num_items=...) was called twice for one step, and offload_optimizer keeps gradients where they cannot be "
+                "scaled in between. Add the losses up and call backward() once."
+            )
+        if _is_sharded(self.engine):
+            shards = list(_partitions(self.engine).values())
+        else:
+            shards = [part for parts in optimizer.averaged_gradients.values() for part in parts or ()]
+        if shards:
+            torch._foreach_mul_(shards, factor)
 
     def _take_final_gradients(self) -> dict[int, tuple[Any, list[torch.Tensor]]]:
         """Return the gradients of a pass that closed the window, which ZeRO 1 and 2 overwrite in another such pass."""
