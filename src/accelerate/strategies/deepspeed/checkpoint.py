@@ -94,6 +94,22 @@ class EnginePart:
             CheckpointError: If they are not there, of another engine, or DeepSpeed cannot convert them.
         """
         self._keywords = options.model_kwargs
+        tag, needs_conversion, error = "", False, None
+        try:
+            tag, needs_conversion = self._inspect(folder, options)
+        except CheckpointError as caught:
+            error = caught
+        # A conversion needs all ranks: one that has failed must not be waited for.
+        failures = [text for text in communicator().gather_object(None if error is None else str(error)) if text]
+        if failures:
+            raise error or CheckpointError(failures[0])
+        own = folder / self.folder_name
+        if not needs_conversion:
+            return {"folder": own, "tag": tag, "universal": False}
+        return {"folder": self._convert(own / tag), "tag": _UNIVERSAL, "universal": True}
+
+    def _inspect(self, folder: Path, options: LoadOptions) -> tuple[str, bool]:
+        """Return the name of the latest files, and whether they are for another number of processes."""
         own = folder / self.folder_name
         latest = own / _LATEST
         if not latest.is_file():
@@ -105,14 +121,14 @@ class EnginePart:
         facts = read_facts(own / tag)
         facts.check(self.engine, own)
         if facts.num_shards in (None, self.engine.seq_dp_world_size):
-            return {"folder": own, "tag": tag, "universal": False}
+            return tag, False
         if facts.stage >= 2 and _has_open_window(folder, options):
             raise CheckpointError(
                 f"{str(folder)!r} was saved by {facts.num_shards} processes in the middle of an accumulation window, and ZeRO "
                 f"{facts.stage} has the gradients in shards that other numbers of processes cannot take over. Load it with "
                 f"{facts.num_shards} processes, or save when accelerator.sync_gradients is True."
             )
-        return {"folder": self._convert(own / tag), "tag": _UNIVERSAL, "universal": True}
+        return tag, True
 
     def _convert(self, source: Path) -> Path:
         """Let the first rank write the files in the layout that any number of processes reads, beside the checkpoint."""
