@@ -63,8 +63,18 @@ class EnginePart:
         self._converted: list[Path] = []
 
     def snapshot(self) -> Any:
-        """Return what the engine would write: the path of each file, and what is in it."""
+        """Return what the engine would write: the path of each file, and what is in it.
+
+        Raises:
+            CheckpointError: If the engine could not go on from it.
+        """
         engine = self.engine
+        if engine.zero_nvme_offload_optimizer():
+            raise CheckpointError(
+                "save_state() was called with offload_optimizer_device='nvme', whose moments and step counts DeepSpeed 0.19 does "
+                "not bring back when it loads, so the run could not go on exactly. Write offload_optimizer_device='cpu', or save "
+                "the weights alone with save_model()."
+            )
         tag = str(self.options.get("tag") or f"global_step{engine.global_steps}")
         client_state = {**self.options.get("client_state", {}), _OWN: {"groups": _group_values(engine)}}
         files = _Collector()
