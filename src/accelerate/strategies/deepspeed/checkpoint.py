@@ -7,10 +7,9 @@ import contextlib
 import io
 import logging
 import pickle
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,8 @@ class EnginePart:
         self.folder_name = indexed(constants.MODEL_NAME, index, "")
         self.options = dict(options or {})
         self._keywords: Mapping[str, Any] = {}
-        self._converted: list[Path] = []
+        self._converted: tempfile.TemporaryDirectory[str] | None = None
+        """What the first rank has converted; it goes with this part, if it was not used."""
 
     def snapshot(self) -> Any:
         """Return what the engine would write: the path of each file, and what is in it.
@@ -146,7 +146,9 @@ class EnginePart:
         found: list[Any] = [None]
         if ranks.rank == 0:
             try:
-                found = [_to_universal(source)]
+                self._converted = tempfile.TemporaryDirectory(prefix=".universal-", dir=source.parents[2])
+                _to_universal(source, Path(self._converted.name))
+                found = [self._converted.name]
             except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
                 found = [error]
         ranks.broadcast_objects(found)
@@ -155,8 +157,6 @@ class EnginePart:
                 f"The checkpoint {str(source)!r} was saved by another number of processes, and DeepSpeed cannot convert it "
                 f"({type(found[0]).__name__}: {found[0]}). Load it with as many processes as it was saved by."
             ) from found[0]
-        if ranks.rank == 0:
-            self._converted.append(found[0])
         return Path(found[0])
 
     def restore(self, payload: Any) -> None:
@@ -178,8 +178,9 @@ class EnginePart:
             _set_group_values(engine, (client_state.get(_OWN) or {}).get("groups"))
         finally:
             communicator().barrier()
-            for folder in self._converted:
-                shutil.rmtree(folder, ignore_errors=True)
+            if self._converted is not None:
+                self._converted.cleanup()
+                self._converted = None
 
 
 def _has_open_window(folder: Path, options: LoadOptions) -> bool:
@@ -309,7 +310,6 @@ class EngineFacts:
 
     stage: int
     num_shards: int | None
-    files: tuple[str, ...] = field(default=())
 
     def check(self, engine: Any, folder: Path) -> None:
         """Refuse the files of another engine.
@@ -337,15 +337,14 @@ def read_facts(folder: Path) -> EngineFacts:
     state = read_file(models[0], "meta")
     config = state.get("ds_config") or {}
     stage = int((config.get("zero_optimization") or {}).get("stage", 0))
-    return EngineFacts(stage, int(state["dp_world_size"]) if stage else None, tuple(path.name for path in models))
+    return EngineFacts(stage, int(state["dp_world_size"]) if stage else None)
 
 
-def _to_universal(source: Path) -> Path:
-    """Write the files of an engine in the layout that any number of processes reads, and return the folder."""
+def _to_universal(source: Path, target: Path) -> None:
+    """Write the files of an engine in the layout that any number of processes reads."""
     # DeepSpeed reads them with pickle: not before they are known to hold nothing else than it wrote.
     for path in sorted(source.glob("*.pt")):
         read_file(path, "meta")
-    target = Path(tempfile.mkdtemp(prefix=".universal-", dir=source.parent.parent))
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target / _UNIVERSAL),
@@ -355,11 +354,6 @@ def _to_universal(source: Path) -> Path:
         strict=True,
         inject_missing_state=True,
     )
-    try:
-        with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it draws bars
-            require("deepspeed.checkpoint.ds_to_universal", why=_WHY, extra="deepspeed").main(arguments)
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it draws bars
+        require("deepspeed.checkpoint.ds_to_universal", why=_WHY, extra="deepspeed").main(arguments)
     _LOG.info("%s was converted for another number of processes.", source)
-    return target
