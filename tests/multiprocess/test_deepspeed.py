@@ -168,8 +168,12 @@ def joint_loss(way: str) -> list[float]:
     decoder, optimizers[1] = accelerator.prepare(decoder, optimizers[1])
     losses = []
     for inputs, targets in loader:
+        # Two passes for one step, with a norm that is asked for in between.
+        accelerator.backward(((decoder(encoder(inputs)) - targets) ** 2).mean() * 0.25)
+        accelerator.clip_grad_norm_(encoder.parameters(), float("inf"))
         loss = ((decoder(encoder(inputs)) - targets) ** 2).mean()
-        accelerator.backward(loss)
+        accelerator.backward(loss * 0.75)
+        accelerator.clip_grad_norm_(encoder.parameters(), 0.5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -300,6 +304,9 @@ def refused() -> dict[str, str]:
     found["two formats"] = message_of(
         lambda: fresh_accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=half), mixed_precision="bf16")
     )
+    accelerator = fresh_accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0))
+    accelerator.prepare(net, make_optimizer(net), make_loader())
+    found["two without ZeRO"] = message_of(lambda: accelerator.prepare(two, make_optimizer(two)))
     found["layers"] = message_of(
         lambda: fresh_accelerator(
             cpu=True, deepspeed_plugin=DeepSpeedPlugin(), parallelism_config=ParallelismConfig(tp_size=2)
@@ -508,6 +515,7 @@ REFUSALS = {
     "window of the configuration": "4",
     "fp16": "DeepSpeed does not compute in it on this cpu",
     "two formats": "mixed_precision='bf16' contradicts",
+    "two without ZeRO": "Make a second Accelerator()",
     "layers": "tp_size=2, cp_size=1 were given with DeepSpeed",
 }
 

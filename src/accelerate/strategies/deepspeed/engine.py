@@ -47,13 +47,19 @@ class DeepSpeedEngineWrapper:
 
     def accumulate(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
         """Compute gradients; those of the pass that closes a window are final."""
+        with self.passing(closes=closes):
+            self.engine.backward(loss, **kwargs)
+
+    @contextmanager
+    def passing(self, *, closes: bool) -> Iterator[None]:
+        """Return a context for a backward pass, in which this engine may take part or not."""
         self._scale_final_gradients()
         earlier = self._take_final_gradients() if self._is_pending else {}
         self._scaled_norm = None
         self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
-        self.engine.backward(loss, **kwargs)
+        yield
         self._add_gradients(earlier)
-        self._is_pending = closes
+        self._is_pending = closes and self._has_gradients()
 
     def _scale_final_gradients(self) -> None:
         """Multiply at once what waits to be multiplied: another pass adds to it."""
@@ -93,12 +99,13 @@ class DeepSpeedEngineWrapper:
                 for part, more in zip(now, parts, strict=True):
                     part.add_(more)
 
-    def note_backward(self, *, closes: bool) -> None:
-        """Take note of a backward pass that went through the engine without its `backward`."""
-        self._is_pending = closes and self._has_gradients()
-
     def _has_gradients(self) -> bool:
-        held = getattr(self.engine.optimizer, "averaged_gradients", None) or {}
+        """Return whether there is something to step with; with one engine there is, after every pass."""
+        optimizer = self.engine.optimizer
+        held = getattr(optimizer, "averaged_gradients", None)
+        is_offloaded = getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)
+        if held is None or is_offloaded:
+            return True
         return any(gradients is not None for gradients in held.values())
 
     def step(self) -> None:

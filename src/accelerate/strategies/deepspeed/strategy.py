@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -135,6 +135,8 @@ class DeepSpeedStrategy(Strategy):
                 "model is prepared for evaluation; with Transformers' Trainer, call train() before evaluate()."
             )
         config = self.plugin.deepspeed_config
+        if self.engines and optimizers:
+            self._check_torch_style()
         device = require("deepspeed.accelerator", why=_WHY, extra="deepspeed").get_accelerator()
         if current_precision(config) == "fp16" and not device.is_fp16_supported():
             raise ConfigurationError(
@@ -159,6 +161,24 @@ class DeepSpeedStrategy(Strategy):
                         f"{section}.type={config[section].get('type')!r}. Pass a {kind.__name__} in its place, or remove "
                         f"{section!r} from the configuration."
                     )
+
+    def _check_torch_style(self) -> None:
+        """Refuse another engine where backward passes of several cannot be told apart by their hooks."""
+        configs = [*(wrapper.engine.config for wrapper in self.engines), self.plugin.deepspeed_config]
+        offloads = [(config["zero_optimization"].get("offload_optimizer") or {}).get("device") for config in configs]
+        unfit = [
+            config
+            for config, offload in zip(configs, offloads, strict=True)
+            if not config["zero_optimization"].get("stage")
+            or current_precision(config) == "fp16"
+            or offload in ("cpu", "nvme")
+        ]
+        if unfit:
+            raise ConfigurationError(
+                "A second model is prepared for training by this Accelerator, and with ZeRO 0, fp16 or offload_optimizer "
+                "DeepSpeed cannot tell which of its engines a loss belongs to. Make a second Accelerator() and prepare the model "
+                "and its optimizer with that, or use ZeRO 1 to 3 without these."
+            )
 
     def prepare_together(
         self,
@@ -306,12 +326,11 @@ class DeepSpeedStrategy(Strategy):
 
     def _backward_of_several(self, loss: torch.Tensor, closes: bool, kwargs: dict[str, Any]) -> None:
         """Compute gradients of a loss that one engine or several took part in; their hooks tell which."""
-        for wrapper in self.engines:
-            wrapper.engine.set_gradient_accumulation_boundary(is_boundary=closes)
-        # Outside of `engine.backward`, engines divide what comes to their outputs by their own number of steps.
-        (loss * self._clock.num_steps).backward(**kwargs)
-        for wrapper in self.engines:
-            wrapper.note_backward(closes=closes)
+        with ExitStack() as passes:
+            for wrapper in self.engines:
+                passes.enter_context(wrapper.passing(closes=closes))
+            # Outside of `engine.backward`, engines divide what comes to their outputs by their own number of steps.
+            (loss * self._clock.num_steps).backward(**kwargs)
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
