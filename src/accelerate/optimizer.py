@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState, Progress
 
 attach_passing_names(__name__)
+
+ReplacedParameters = Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
+"""Old parameter -> the one in its place; None for one that is trained on another rank."""
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -201,3 +204,49 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Ca
         return result
 
     return types.MethodType(step, accelerated_optimizer.optimizer)
+
+
+def remap_optimizers(optimizers: Iterable[torch.optim.Optimizer], replaced: ReplacedParameters) -> None:
+    """Replace parameters in the groups and states of optimizers; several may have been joined into one.
+
+    Raises:
+        ConfigurationError: If parameters of two groups were joined into one, or joined ones have a state.
+    """
+    sources: dict[int, int] = {}
+    for new in replaced.values():
+        sources[id(new)] = sources.get(id(new), 0) + 1
+    for optimizer in optimizers:
+        groups = [
+            list(dict.fromkeys(new for new in (replaced.get(old, old) for old in group["params"]) if new is not None))
+            for group in optimizer.param_groups
+        ]
+        every = [id(parameter) for parameters in groups for parameter in parameters]
+        if len(every) != len(set(every)):
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} has {len(groups)} groups of parameters, but the engine joins parameters "
+                "of several of them into one, which can have one learning rate only. Set use_orig_params=True of the "
+                "FSDP plugin, or fsdp_version=2."
+            )
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        for old in [parameter for parameter in replaced if parameter in optimizer.state]:
+            state, new = optimizer.state.pop(old), replaced[old]
+            if new is None:
+                continue
+            if sources[id(new)] > 1:
+                raise ConfigurationError(
+                    f"This {type(optimizer).__name__} has already a state for parameters that the engine joins into one, "
+                    "which cannot take it over. Prepare it before its first step, and restore its state with "
+                    "load_state()."
+                )
+            optimizer.state[new] = {name: _like_parameter(value, old, new) for name, value in state.items()}
+
+
+def _like_parameter(value: Any, old: torch.Tensor, new: Any) -> Any:
+    """Return an entry of an optimizer's state, spread over ranks as its parameter is."""
+    is_split = hasattr(new, "placements") and not hasattr(value, "placements")
+    if not (is_split and isinstance(value, torch.Tensor) and value.shape == old.shape):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)

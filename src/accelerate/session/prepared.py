@@ -18,7 +18,7 @@ from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.data_loader import prepare_data_loader
 from accelerate.data_loader.samplers import check_splittable
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.optimizer import AcceleratedOptimizer, remap_optimizers
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import Progress
@@ -29,8 +29,6 @@ from accelerate.session.setup import Run
 _MARK = "_is_accelerate_prepared"
 _EVALUATED = "_is_accelerate_prepared_for_evaluation"
 _REPLACED = "_is_accelerate_replaced"
-ReplacedParameters = Mapping[torch.nn.Parameter, torch.nn.Parameter | None]
-"""Old parameter -> the one in its place; None for one that is trained on another rank."""
 
 
 class ObjectKind(Enum):
@@ -313,7 +311,8 @@ class Preparer:
     ) -> torch.nn.Module:
         """Prepare one model; `evaluation` leaves out what only training needs."""
         if self.run.strategy.caps.prepares_together:
-            return self.prepare([model], [device_placement])  # type: ignore[no-any-return]
+            prepared: torch.nn.Module = self.prepare([model], [device_placement])
+            return prepared
         self._check_model(model)
         return self._prepare_checked_model(model, device_placement, evaluation=evaluation)
 
@@ -468,49 +467,3 @@ def _is_prepared(value: object) -> bool:
 
 def _holds(known: Iterable[Any], value: Any) -> bool:
     return any(value is entry for entry in known)
-
-
-def remap_optimizers(optimizers: Iterable[torch.optim.Optimizer], replaced: ReplacedParameters) -> None:
-    """Replace parameters in the groups and states of optimizers; several may have been joined into one.
-
-    Raises:
-        ConfigurationError: If parameters of two groups were joined into one, or joined ones have a state.
-    """
-    sources: dict[int, int] = {}
-    for new in replaced.values():
-        sources[id(new)] = sources.get(id(new), 0) + 1
-    for optimizer in optimizers:
-        groups = [
-            list(dict.fromkeys(new for new in (replaced.get(old, old) for old in group["params"]) if new is not None))
-            for group in optimizer.param_groups
-        ]
-        every = [id(parameter) for parameters in groups for parameter in parameters]
-        if len(every) != len(set(every)):
-            raise ConfigurationError(
-                f"This {type(optimizer).__name__} has {len(groups)} groups of parameters, but the engine joins parameters "
-                "of several of them into one, which can have one learning rate only. Set use_orig_params=True of the "
-                "FSDP plugin, or fsdp_version=2."
-            )
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-        for old in [parameter for parameter in replaced if parameter in optimizer.state]:
-            state, new = optimizer.state.pop(old), replaced[old]
-            if new is None:
-                continue
-            if sources[id(new)] > 1:
-                raise ConfigurationError(
-                    f"This {type(optimizer).__name__} has already a state for parameters that the engine joins into one, "
-                    "which cannot take it over. Prepare it before its first step, and restore its state with "
-                    "load_state()."
-                )
-            optimizer.state[new] = {name: _like_parameter(value, old, new) for name, value in state.items()}
-
-
-def _like_parameter(value: Any, old: torch.Tensor, new: Any) -> Any:
-    """Return an entry of an optimizer's state, spread over ranks as its parameter is."""
-    is_split = hasattr(new, "placements") and not hasattr(value, "placements")
-    if not (is_split and isinstance(value, torch.Tensor) and value.shape == old.shape):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, new.device_mesh, new.placements, src_data_rank=None)

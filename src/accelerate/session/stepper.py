@@ -219,9 +219,11 @@ class GradientStepper:
     def backward(self, loss: torch.Tensor, num_items: Items, **kwargs: Any) -> None:
         """Compute gradients of `loss`, divided by what the window calls for."""
         clock, window = self.clock, self.window
-        learning_rate = kwargs.pop("learning_rate", None)
-        # As DeepSpeed calls it: False says that the loss is divided already.
-        num_steps = clock.num_steps if kwargs.pop("scale_wrt_gas", True) else 1
+        learning_rate, num_steps = None, clock.num_steps
+        if kwargs:
+            learning_rate = kwargs.pop("learning_rate", None)
+            if not kwargs.pop("scale_wrt_gas", True):  # as DeepSpeed calls it: the loss is divided already
+                num_steps = 1
         if self.objects.has_lomo:
             self.lomo_backward(loss / num_steps, learning_rate)
             return

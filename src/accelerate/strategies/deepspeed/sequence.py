@@ -53,14 +53,14 @@ def split_attention(model: torch.nn.Module, layout: ParallelismConfig, micro_bat
         ConfigurationError: If it is no model of Transformers, or its attention cannot be split.
         MissingPackageError: If DeepSpeed is not installed.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "_attn_implementation"):
         raise ConfigurationError(
             f"sp_size={layout.sp_size} was given, but {type(model).__name__} has no attention of Transformers that could be "
             "split along the sequence. Use a model of Transformers, or sp_size=1."
         )
     handler = layout.sp_handler
-    attention = handler.sp_attn_implementation or config._attn_implementation  # type: ignore[union-attr]
+    attention = handler.sp_attn_implementation or config._attn_implementation
 
     def register() -> SplitAttention:
         functions = _attention_functions()

@@ -33,7 +33,8 @@ def gather_weights(model: torch.nn.Module, config: Any, *, refused: bool, keep: 
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     if tensor_parallel_size(config) > 1 and inner is not model:
-        found: dict[str, Any] = model._consolidated_16bit_state_dict()  # type: ignore[operator]
+        engine: Any = model
+        found: dict[str, Any] = engine._consolidated_16bit_state_dict()
         return found if keep else {}
     state: dict[str, Any] = inner.state_dict(keep_vars=True)
     if not any(hasattr(value, "ds_id") for value in state.values()):
