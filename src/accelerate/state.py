@@ -367,7 +367,9 @@ class AcceleratorState(ProcessControl):
         plugin = self.deepspeed_plugin
         if plugin is None or self._mixed_precision == "fp8":
             return self._mixed_precision
-        return next((name for name in ("fp16", "bf16") if plugin.get_value(f"{name}.enabled") is True), "no")
+        from accelerate.config.deepspeed import precision_of
+
+        return precision_of(plugin.deepspeed_config)
 
     @property
     def is_fsdp2(self) -> bool:

@@ -69,6 +69,11 @@ class Completed:
     origins: dict[str, str]
 
 
+def precision_of(config: Mapping[str, Any]) -> str:
+    """Return the number format that a configuration turns on: "fp16", "bf16" or "no"."""
+    return next((name for name in ("fp16", "bf16") if (config.get(name) or {}).get("enabled") is True), "no")
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from accelerate.runtime.gradient_clock import Progress
 from accelerate.runtime.torch_private import follow_optimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.session.setup import Run
+from accelerate.strategies.base import JointStrategy
 
 _MARK = "_is_accelerate_prepared"
 _EVALUATED = "_is_accelerate_prepared_for_evaluation"
@@ -163,8 +164,8 @@ class Preparer:
             args, device_placement, self.run.options.dataloader_config.custom_classes, strategy.placeholders
         )
         self._check(bundle)
-        if strategy.caps.prepares_together:
-            self._prepare_together(bundle)
+        if isinstance(strategy, JointStrategy):
+            self._prepare_together(bundle, strategy)
             return bundle.results()
         if self.run.precision.joins_optimizer:
             self._join(bundle)
@@ -189,7 +190,7 @@ class Preparer:
             argument.result = self.prepare_scheduler(argument.given)
         return bundle.results()
 
-    def _prepare_together(self, bundle: Bundle) -> None:
+    def _prepare_together(self, bundle: Bundle, strategy: JointStrategy) -> None:
         """Let the engine make what takes the place of a model, its optimizer and its scheduler."""
         for argument in bundle.of(ObjectKind.LOADER):
             argument.result = self.prepare_loader(argument.given, argument.device_placement)
@@ -197,7 +198,7 @@ class Preparer:
         models, optimizers, schedulers = (_unprepared(bundle, kind) for kind in kinds)
         loaders = [argument.given for argument in bundle.of(ObjectKind.LOADER)] or self.objects.loaders
         place = self._places(models[0].device_placement if models else None)
-        made = self.run.strategy.prepare_together(
+        made = strategy.prepare_together(
             [argument.given for argument in models],
             [argument.given for argument in optimizers],
             [argument.given for argument in schedulers],
@@ -255,7 +256,7 @@ class Preparer:
         for argument in bundle.of(ObjectKind.MODEL):
             self._check_model(argument.given)
         models = [*self.objects.wrapped_models, *(argument.given for argument in bundle.of(ObjectKind.MODEL))]
-        if strategy.caps.prepares_together:
+        if isinstance(strategy, JointStrategy):
             kinds = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
             strategy.check_together(*([argument.given for argument in _unprepared(bundle, kind)] for kind in kinds))
         for argument in bundle.of(ObjectKind.OPTIMIZER):
@@ -310,7 +311,7 @@ class Preparer:
         self, model: torch.nn.Module, device_placement: bool | None, *, evaluation: bool
     ) -> torch.nn.Module:
         """Prepare one model; `evaluation` leaves out what only training needs."""
-        if self.run.strategy.caps.prepares_together:
+        if isinstance(self.run.strategy, JointStrategy):
             prepared: torch.nn.Module = self.prepare([model], [device_placement])
             return prepared
         self._check_model(model)

@@ -15,7 +15,6 @@ from accelerate._base.imports import is_deepspeed_available, require
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
-from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.plugins.training import (
     AutocastKwargs,
@@ -42,6 +41,7 @@ from accelerate.strategies.base import EngineRequest, Strategy, StrategyContext
 if TYPE_CHECKING:  # most runs have no mesh and no tracker: their modules are imported by the runs that do
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
     from accelerate.tracking.registry import Chosen
 
 _LOG = logging.getLogger(__name__)
@@ -201,16 +201,13 @@ def resolve_options(
     project = project_config if project_config is not None else ProjectConfiguration()
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
-    given = deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins
     request = EngineRequest.from_plugins(
-        deepspeed=given,
+        deepspeed=deepspeed_plugin if deepspeed_plugin is not None else deepspeed_plugins,
         fsdp=fsdp_plugin,
         megatron=megatron_lm_plugin,
         parallelism=parallelism_config,
     )
     handlers = _sort_handlers(kwargs_handlers or (), resolve_precision(mixed_precision).value, request)
-    if "deepspeed" in request.engines:
-        _fit_deepspeed(request.engines["deepspeed"], given, mixed_precision, accumulation)
     return RunSettings(
         device_placement=device_placement,
         mixed_precision=mixed_precision,
@@ -229,13 +226,8 @@ def resolve_options(
     )
 
 
-def _fit_deepspeed(
-    plugins: dict[str, DeepSpeedPlugin],
-    given: Any,
-    mixed_precision: str | None,
-    accumulation: GradientAccumulationPlugin,
-) -> None:
-    """Bring DeepSpeed's configurations and the other arguments together, before a process is started.
+def _fit_deepspeed(plugins: dict[str, DeepSpeedPlugin], options: RunSettings) -> None:
+    """Bring DeepSpeed's configurations and the other options together, before a process is started.
 
     Raises:
         ConfigurationError: If they contradict each other, or this process has settings of DeepSpeed already.
@@ -245,7 +237,7 @@ def _fit_deepspeed(
         require("deepspeed", why="DeepSpeedPlugin", extra="deepspeed")
     earlier = current.ACCELERATOR.get("deepspeed_plugins")
     if earlier is not None:
-        if given is not None and plugins != earlier:
+        if plugins != earlier:
             raise ConfigurationError(
                 f"This process has the settings {', '.join(map(repr, earlier))} of DeepSpeed already, which every further "
                 "Accelerator shares. Give all of them to the first one, as deepspeed_plugins={'name': DeepSpeedPlugin(...)}, "
@@ -253,7 +245,8 @@ def _fit_deepspeed(
             )
         return
     for plugin in plugins.values():
-        plugin.set_mixed_precision(resolve_precision(mixed_precision).value)
+        plugin.set_mixed_precision(resolve_precision(options.mixed_precision).value)
+    accumulation = options.accumulation
     steps = next(iter(plugins.values())).open_config().get("gradient_accumulation_steps", "auto")
     if steps == "auto" or int(steps) == accumulation.num_steps:
         return
@@ -279,6 +272,8 @@ def start_run(options: RunSettings) -> Run:
     """
     request = options.request
     strategies.require_known(request)
+    if "deepspeed" in request.engines:
+        _fit_deepspeed(request.engines["deepspeed"], options)
     shared = current.ACCELERATOR
     if shared:
         check_agreement(options.mixed_precision, options.cpu)

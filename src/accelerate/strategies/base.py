@@ -11,10 +11,11 @@ The way of a strategy through a run:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -31,7 +32,6 @@ from accelerate.checkpointing.parts import (
     SchedulerPart,
 )
 from accelerate.config import env
-from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.samplers import data_shard
@@ -47,6 +47,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
+
+if TYPE_CHECKING:  # most runs have no engine
+    from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
 
@@ -95,6 +98,8 @@ class EngineRequest:
 
 def _deepspeed_plugins(given: Any) -> dict[str, DeepSpeedPlugin]:
     """Return the settings of DeepSpeed by name; a single plugin has the name "default"."""
+    from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
+
     if given is None:
         # Another Accelerator of the same process has those of the first; else they are in the launcher's variables.
         earlier: dict[str, DeepSpeedPlugin] | None = current.ACCELERATOR.get("deepspeed_plugins")
@@ -119,7 +124,6 @@ class Capabilities:
         clips_by_value: Gradients can be clipped element by element.
         holds_back_gradients: The exchange of gradients can wait until an accumulation window closes.
         hides_open_gradients: Gradients are not in the parameters until they were exchanged.
-        prepares_together: A model is prepared with its optimizer and scheduler, in one go.
         owns_precision: The engine itself computes in the number format, and scales losses.
     """
 
@@ -128,7 +132,6 @@ class Capabilities:
     clips_by_value: bool = True
     holds_back_gradients: bool = False
     hides_open_gradients: bool = False
-    prepares_together: bool = False
     owns_precision: bool = False
 
 
@@ -184,26 +187,6 @@ class Strategy:
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise a ConfigurationError, before anything is touched, if this strategy cannot train `model`."""
-
-    def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-        """Raise a ConfigurationError, before anything is touched, if these cannot be prepared in one go."""
-
-    def prepare_together(
-        self,
-        models: Sequence[torch.nn.Module],
-        optimizers: Sequence[Any],
-        schedulers: Sequence[Any],
-        loaders: Sequence[Any],
-        *,
-        place: bool,
-    ) -> PreparedTogether:
-        """Prepare a model, its optimizer and its scheduler in one go, where `caps.prepares_together`.
-
-        Args:
-            loaders: What the model is trained with, prepared or not.
-            place: Move the model to the device of this process.
-        """
-        raise NotImplementedError(f"{self.name} prepares one object at a time")
 
     def steps(self, *, place: bool, evaluation: bool) -> tuple[Step, ...]:
         """Return what is done to a model, in order.
@@ -354,3 +337,28 @@ class Strategy:
         """
         pairs = zip(before, after, strict=False)
         return {old: new for old, new in pairs if old is not new and old.shape == new.shape}
+
+
+class JointStrategy(Strategy, ABC):
+    """Train with an engine that makes one object of a model, its optimizer and its scheduler."""
+
+    @abstractmethod
+    def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        """Raise a ConfigurationError, before anything is touched, if these cannot be prepared in one go."""
+
+    @abstractmethod
+    def prepare_together(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        loaders: Sequence[Any],
+        *,
+        place: bool,
+    ) -> PreparedTogether:
+        """Prepare a model, its optimizer and its scheduler in one go.
+
+        Args:
+            loaders: What the model is trained with, prepared or not.
+            place: Move the model to the device of this process.
+        """

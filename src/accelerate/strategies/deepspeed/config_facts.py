@@ -21,11 +21,6 @@ def tensor_parallel_size(config: Mapping[str, Any]) -> int:
     return int((config.get("tensor_parallel") or {}).get("autotp_size") or 1)
 
 
-def current_precision(config: Mapping[str, Any]) -> str:
-    """Return the number format that DeepSpeed's configuration turns on: "fp16", "bf16" or "no"."""
-    return next((name for name in HALVES if (config.get(name) or {}).get("enabled") is True), "no")
-
-
 def batch_size_facts(
     loaders: Sequence[Any], earlier: Mapping[str, Any] | None, *, smallest: bool, trains: bool
 ) -> dict[str, Fact]:

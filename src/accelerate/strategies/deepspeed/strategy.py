@@ -16,18 +16,17 @@ from accelerate._base.helpers import Choice
 from accelerate._base.imports import require
 from accelerate.checkpointing.parts import Part, Prepared
 from accelerate.collectives.nested import recursively_apply
-from accelerate.config.deepspeed import Fact, complete, hidden_size_facts
+from accelerate.config.deepspeed import Fact, complete, hidden_size_facts, precision_of
 from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.parallel.compile import compile_regions_deepspeed
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.torch_private import follow_optimizer
-from accelerate.strategies.base import Capabilities, EngineRequest, PreparedTogether, Strategy, StrategyContext
+from accelerate.strategies.base import Capabilities, EngineRequest, JointStrategy, PreparedTogether, StrategyContext
 from accelerate.strategies.deepspeed.config_facts import (
     HALVES,
     batch_size_facts,
-    current_precision,
     hidden_size,
     optimizer_facts,
     scheduler_facts,
@@ -58,14 +57,12 @@ def _is_single(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(JointStrategy):
     """Train with the engines that `deepspeed.initialize` makes, one for each model."""
 
     name: ClassVar[str] = "deepspeed"
     engine: ClassVar[str | None] = "deepspeed"
-    caps: ClassVar[Capabilities] = Capabilities(
-        clips_by_value=False, hides_open_gradients=True, prepares_together=True, owns_precision=True
-    )
+    caps: ClassVar[Capabilities] = Capabilities(clips_by_value=False, hides_open_gradients=True, owns_precision=True)
     placeholders: ClassVar[Mapping[type, str]] = {DummyOptim: "optimizer", DummyScheduler: "scheduler"}
 
     def __init__(self, context: StrategyContext) -> None:
@@ -138,7 +135,7 @@ class DeepSpeedStrategy(Strategy):
         if self.engines and optimizers:
             self._check_torch_style()
         device = require("deepspeed.accelerator", why=_WHY, extra="deepspeed").get_accelerator()
-        if current_precision(config) == "fp16" and not device.is_fp16_supported():
+        if precision_of(config) == "fp16" and not device.is_fp16_supported():
             raise ConfigurationError(
                 f"mixed_precision='fp16' (fp16.enabled of DeepSpeed's configuration) was asked for, but DeepSpeed does not compute "
                 f"in it on this {device.device_name()}. Write mixed_precision='bf16' or 'no'."
@@ -170,7 +167,7 @@ class DeepSpeedStrategy(Strategy):
             config
             for config, offload in zip(configs, offloads, strict=True)
             if not config["zero_optimization"].get("stage")
-            or current_precision(config) == "fp16"
+            or precision_of(config) == "fp16"
             or offload in ("cpu", "nvme")
         ]
         if unfit:
@@ -199,7 +196,7 @@ class DeepSpeedStrategy(Strategy):
         has_optimizer = given_optimizer is not None or "optimizer" in config
         if not has_optimizer and plugin.zero_stage != 3:
             # Nothing is sharded that such a model has, and ZeRO 1 and 2 cannot be without an optimizer.
-            half = HALVES.get(current_precision(config))
+            half = HALVES.get(precision_of(config))
             prepared = model.to(device=self.runtime.device, dtype=half) if place else model.to(dtype=half)
             return PreparedTogether((self._cast_inputs(prepared, half),), (), tuple(schedulers))
         engine_arguments = self._engine_arguments(model, config, given_optimizer, given_scheduler)
@@ -208,7 +205,7 @@ class DeepSpeedStrategy(Strategy):
         model = self.precision.convert(model)
         engine, optimizer, _, scheduler = deepspeed.initialize(model=model, **engine_arguments)
         current.ACCELERATOR["deepspeed_config"] = config
-        self._cast_inputs(engine.module, HALVES.get(current_precision(config)))
+        self._cast_inputs(engine.module, HALVES.get(precision_of(config)))
         self._compile(engine)
         results: list[Any] = []
         if has_optimizer:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from accelerate.config.deepspeed import Fact
+from accelerate.config.deepspeed import Fact, precision_of
 from accelerate.strategies.deepspeed.config_facts import (
     batch_size_facts,
-    current_precision,
     hidden_size,
     optimizer_facts,
     scheduler_facts,
@@ -94,7 +93,7 @@ def test_the_width_of_a_model(config: Any, size: int | None) -> None:
 
 
 def test_what_the_configuration_turns_on() -> None:
-    assert current_precision({"bf16": {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
-    assert current_precision({"fp16": {"enabled": True}}) == "fp16"
-    assert current_precision({"fp16": None}) == "no"
+    assert precision_of({"bf16": {"enabled": True}, "fp16": {"enabled": False}}) == "bf16"
+    assert precision_of({"fp16": {"enabled": True}}) == "fp16"
+    assert precision_of({"fp16": None}) == "no"
     assert (tensor_parallel_size({"tensor_parallel": {"autotp_size": 4}}), tensor_parallel_size({})) == (4, 1)
