@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate._base import imports
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.helpers import reset_warnings
-from accelerate._base.imports import deepspeed_required, is_deepspeed_available
+from accelerate._base.imports import deepspeed_required
 from accelerate.config.plugins.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig
 
 ZERO = {"zero_optimization": {"stage": 2}}
@@ -34,7 +35,6 @@ AUTO = {
     },
 }
 FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
-without_deepspeed = pytest.mark.skipif(is_deepspeed_available(), reason="says what happens without DeepSpeed")
 
 
 @pytest.fixture(autouse=True)
@@ -431,8 +431,10 @@ def test_sharded_building_is_turned_off_inside_a_block() -> None:
     assert made.is_zero3_init_enabled()
 
 
-@without_deepspeed
-def test_what_needs_the_package_says_so() -> None:
+def test_what_needs_the_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deepspeed", "deepspeed.utils"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    monkeypatch.setattr(imports, "has_package", lambda name: name != "deepspeed")
     made = DeepSpeedPlugin(zero_stage=3)
     with pytest.raises(
         MissingPackageError, match=r"zero3_init_flag=True\) needs the package 'deepspeed'.*accelerate\[deep"
