@@ -202,8 +202,11 @@ class ParallelismConfig:
         """Return all axes in use, those of data first."""
         return self.dp_dim_names + self.non_dp_dim_names
 
-    def fit(self, world_size: int) -> None:
+    def fit(self, world_size: int, ranks: str = "processes") -> None:
         """Check the sizes against the number of processes; sizes of 1 throughout mean replicas.
+
+        Args:
+            ranks: What there are `world_size` of, where one process drives several devices.
 
         Raises:
             ConfigurationError: If the product of the sizes is another number.
@@ -216,7 +219,7 @@ class ParallelismConfig:
             fitting = self._fitting(world_size)
             remedy = f"These would fit: {'; '.join(fitting)}" if fitting else f"Their product must be {world_size}"
             raise ConfigurationError(
-                f"ParallelismConfig({given}) calls for {self.total_size} processes, but there are {world_size}. {remedy}."
+                f"ParallelismConfig({given}) calls for {self.total_size} {ranks}, but there are {world_size}. {remedy}."
             )
 
     def _fitting(self, world_size: int) -> list[str]:

@@ -87,6 +87,8 @@ def load_options(
         )
     runtime = current.runtime()
     on_device = map_location == "on_device" or (map_location is None and runtime.is_distributed)
+    if runtime.backend.records_operations:
+        on_device = False  # each value that is read would be recorded; it is copied from host memory instead
     return LoadOptions(
         rank=rank,
         world_size=runtime.world_size,

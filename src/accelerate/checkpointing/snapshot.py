@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from accelerate._base import pages
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.parts import Part
+from accelerate.checkpointing.torch_files import on_host
 from accelerate.offload.safetensors_format import identity_in_memory
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.runtime import current
@@ -40,14 +42,23 @@ class Snapshot:
     """
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
+        backend = current.runtime().backend
+        backend.end_step()
         self._states = [(part, part.snapshot()) for part in parts]
         self._buffers: HostBuffers | None = None
+        self._is_on_host = backend.records_operations
+        if self._is_on_host:
+            # A file must not name such a device: reading it would need one.
+            self._states = [(part, on_host(state)) for part, state in self._states]
 
     def copy_to_host(self) -> None:
         """Make the states independent of what training does next; those of optimizers follow until their next step."""
         self._buffers = host_buffers()
         # After all states are there: making one may need all ranks, and a copy that fails must not keep them waiting.
-        self._states = [(part, _independent(part, state)) for part, state in self._states]
+        copied = partial(copy_structure, copy_tensor=lambda tensor: tensor) if self._is_on_host else None
+        self._states = [
+            (part, _independent(part, state) if copied is None else copied(state)) for part, state in self._states
+        ]
 
     def resolve(self) -> None:
         """Wait until all states are copied.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import errno
 import os
 import zipfile
@@ -19,7 +20,7 @@ from torch.serialization import safe_globals
 
 from accelerate._base import pages
 from accelerate._base.errors import WrongTypeError
-from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors
+from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors, identity_in_memory
 from accelerate.runtime import current
 
 TORCH_SAFE_GLOBALS: list[Any] = [
@@ -51,8 +52,11 @@ def save(
         WrongTypeError: If `safe_serialization` is asked for something that is not a mapping of tensors.
     """
     runtime = current.runtime()
+    runtime.backend.end_step()  # on all ranks: what is recorded may hold an exchange between them
     if (runtime.local_rank if save_on_each_node else runtime.rank) != 0:
         return
+    if runtime.backend.records_operations:
+        obj = on_host(obj)
     if not safe_serialization:
         torch.save(obj, f)
         return
@@ -66,6 +70,28 @@ def save(
             f"save(safe_serialization=True) was given {f!r}, but safetensors are written to a path. Pass a path."
         )
     save_file(clean_state_dict_for_safetensors(dict(obj)), fspath(f), metadata={"format": "pt"})
+
+
+def on_host(value: Any) -> Any:
+    """Return `value` with the tensors in its dictionaries, lists and tuples in host memory; shared ones stay shared."""
+    copies: dict[Any, torch.Tensor] = {}
+
+    def moved(entry: Any) -> Any:
+        if isinstance(entry, torch.Tensor):
+            if entry.device.type == "cpu":
+                return entry
+            identity = identity_in_memory(entry)
+            key = id(entry) if identity is None else identity
+            if key not in copies:
+                copies[key] = entry.detach().cpu()
+            return copies[key]
+        if isinstance(entry, dict):
+            same_kind = copy.copy(entry)
+            same_kind.update({key: moved(item) for key, item in entry.items()})
+            return same_kind
+        return type(entry)(map(moved, entry)) if type(entry) in (list, tuple) else entry
+
+    return moved(value)
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:

@@ -92,6 +92,10 @@ def _choose() -> Communicator:
     runtime = current.runtime()
     if not runtime.is_distributed:
         return SoloCommunicator()
+    if runtime.backend.records_operations:
+        from accelerate.collectives.xla import choose_communicator
+
+        return choose_communicator(runtime)
     from accelerate.collectives.torch_dist import TorchDistCommunicator  # it takes its types from here
 
     return TorchDistCommunicator(device=runtime.device)

@@ -90,7 +90,7 @@ class TorchDistCommunicator:
                 f"reduce(op={op!r}) was given a tensor of {tensor.dtype}, which no backend can order; "
                 "convert it first, for example with `.to(torch.int64)`"
             )
-        dtype, result_dtype = _reduction_dtypes(tensor, op)
+        dtype, result_dtype = reduction_dtypes(tensor, op)
         wire = torch.empty(tensor.shape, dtype=dtype, device=self._wire_device(tensor.device))
         wire.copy_(tensor.detach())
         dist.all_reduce(wire, _OPS[op], group=self._group)
@@ -240,7 +240,7 @@ def _check_dense(tensor: Tensor) -> None:
         )
 
 
-def _reduction_dtypes(tensor: Tensor, op: ReduceOp) -> tuple[torch.dtype, torch.dtype]:
+def reduction_dtypes(tensor: Tensor, op: ReduceOp) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtype to reduce in and that of the result."""
     if tensor.is_floating_point():
         return (tensor.dtype if tensor.dtype in _REDUCIBLE else torch.float32), tensor.dtype

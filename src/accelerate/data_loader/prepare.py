@@ -36,6 +36,7 @@ from accelerate.data_loader.samplers import (
     data_shard,
     outer_batch_sampler,
 )
+from accelerate.devices import registry
 from accelerate.runtime import current
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def prepare_data_loader(
     if put_on_device:
         target = current.runtime().device if device is None else device
     if isinstance(dataloader, custom_classes or ()):
-        return DataLoaderShard(None, target, _non_blocking=non_blocking, _base_dataloader=dataloader)
+        return _make_loader(dataloader, target, _non_blocking=non_blocking)
     if isinstance(dataloader, DataLoaderAdapter):
         _log_on_main("a loader given to prepare is used as it is: it was prepared before")
         return dataloader
@@ -131,7 +132,7 @@ def prepare_data_loader(
     )
     dispatches = dispatch_batches
     if dispatch_batches is None:
-        dispatches = put_on_device and is_iterable and global_batch_size is None
+        dispatches = put_on_device and is_iterable and global_batch_size is None and not _is_recording(target)
     _check_options(dataloader, options, dispatches=bool(dispatches), put_on_device=put_on_device)
     sharding = detect_sharding(dataloader, count)
     if sharding.value:
@@ -263,19 +264,31 @@ def _shard_loader(
     """Return the loader of this process around what it reads."""
     if options.stateful:
         base = as_stateful(base)
-    loader = DataLoaderShard(
-        None,
+    loader = _make_loader(
+        base,
         options.device,
-        options.rng_types,
+        rng_types=options.rng_types,
         _drop_last=bool(getattr(outer_batch_sampler(base), "drop_last", base.drop_last)),
         _non_blocking=options.non_blocking,
         use_stateful_dataloader=options.stateful,
-        _base_dataloader=base,
     )
     loader.split_elsewhere = split_elsewhere
     loader.differs_between_ranks = split_elsewhere > 0 or isinstance(base.dataset, FileShard)
     loader.seed_with(seeds or [], reshuffles_after_break=options.base_seed is None)
     return loader
+
+
+def _is_recording(device: torch.device | None) -> bool:
+    return device is not None and registry.get(device).records_operations
+
+
+def _make_loader(base: Any, device: torch.device | None, **options: Any) -> DataLoaderShard:
+    """Return the loader around what is read, of the kind that the device needs."""
+    if device is not None and _is_recording(device):
+        from accelerate.data_loader.xla import MpDeviceLoaderWrapper
+
+        return MpDeviceLoaderWrapper(base, device, **options)
+    return DataLoaderShard(None, device, _base_dataloader=base, **options)
 
 
 def _sharded_samplers(loader: Any, options: _LoaderOptions) -> tuple[dict[str, Any], list[EpochSeed]]:
@@ -370,7 +383,12 @@ def _dispatcher(
         base = copy_loader(loader, **changes)
     if options.stateful:
         base = as_stateful(base)
-    dispatcher = DataLoaderDispatcher(
+    kind = DataLoaderDispatcher
+    if _is_recording(options.device):
+        from accelerate.data_loader.xla import RecordingDispatcher
+
+        kind = RecordingDispatcher
+    dispatcher = kind(
         None,
         split_batches=options.split,
         slice_fn=slice_fn,

@@ -35,6 +35,7 @@ class DeviceBackend:
         autocast_dtypes: Names of the dtypes that autocast supports here without asking the hardware.
         needs_device_ids: Whether `DistributedDataParallel` wants the device index.
         process_variables: Environment variables that a process must have before it uses this hardware.
+        records_operations: Whether operations are recorded, and compiled and run at the end of a step (`end_step`).
         can_fork: Whether a forked process may use this hardware.
         device_files: Patterns of device files below the root, one file each; the first pattern with a hit counts.
         listing_command: A program that lists them, one line each, for machines that have no device files (WSL).
@@ -50,6 +51,7 @@ class DeviceBackend:
     autocast_dtypes: frozenset[str] = field(default_factory=frozenset)
     needs_device_ids: bool = True
     process_variables: tuple[tuple[str, str], ...] = ()
+    records_operations: bool = False
     can_fork: bool = True
     device_files: tuple[str, ...] = ()
     listing_command: tuple[str, ...] = ()
@@ -81,6 +83,10 @@ class DeviceBackend:
             return False
         check = getattr(self.module, "is_available", None)
         return bool(check()) if check is not None else False
+
+    def found(self) -> str:
+        """Say what was found of this hardware, for the reason why it was chosen."""
+        return f"{self.device_count()} device(s) of type {self.type!r} found"
 
     def device_count(self) -> int:
         """Return how many devices of this type the process sees."""
@@ -116,6 +122,23 @@ class DeviceBackend:
         check = getattr(self.module, "is_initialized", None)
         return bool(check()) if check is not None else False
 
+    def use_together(self) -> None:
+        """Let this process drive all devices together, where the hardware has that; else each process has its own."""
+
+    def ranks(self, local_rank: int, local_world_size: int) -> tuple[int, int, int, int] | None:
+        """Return rank and number of processes, over all machines and on this one, as the hardware's runtime has them.
+
+        None where it has none, or this process alone.
+
+        Args:
+            local_rank: The place of this process on its machine, by the launcher's variables.
+            local_world_size: The processes of this machine, by the same.
+        """
+        return None
+
+    def end_step(self) -> None:
+        """Start what was recorded since the last step, on hardware that records operations."""
+
     def synchronize(self) -> None:
         """Wait until the device has done all work that was queued."""
         wait = getattr(self.module, "synchronize", None)
@@ -128,11 +151,20 @@ class DeviceBackend:
         if release is not None:
             release()
 
+    @property
+    def has_streams(self) -> bool:
+        """Return whether work is queued in streams, so that copies can run beside it."""
+        return getattr(self.module, "Stream", None) is not None
+
     def copy_lane(self, device: torch.device) -> CopyLane | None:
         """Return a way to bring tensors to a device beside its work, or None where it has no streams."""
         from accelerate.devices.copy_lane import CopyLane
 
-        return CopyLane(device) if getattr(self.module, "Stream", None) is not None else None
+        return CopyLane(device) if self.has_streams else None
+
+    def identity(self, tensor: torch.Tensor) -> int:
+        """Return a number that names of one tensor have in common, on hardware whose memory has no addresses here."""
+        return id(tensor)
 
     def get_rng_state(self) -> Any:
         """Return the random state of the device, or None where there is none apart from torch's own."""

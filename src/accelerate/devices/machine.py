@@ -14,10 +14,15 @@ from pathlib import Path
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices.base import DeviceBackend
-from accelerate.devices.registry import AMD_NODES, APPLE, CPU, TPU, VENDORS
+from accelerate.devices.registry import AMD_NODES, APPLE, CPU, VENDORS
+from accelerate.devices.xla import XLA, tpu_chips
 
 # A line of a tool's list: "GPU 0: ..." or "0,...", unlike a heading.
 _LISTED = re.compile(r"(?:GPU )?\d")
+
+# Says which TPU this is, such as "v3-8", where the system does not list its chips.
+_TPU_TYPE = "TPU_ACCELERATOR_TYPE"
+_TPUS_OF_TWO_CORES = ("v2-", "v3-")
 
 _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
@@ -84,8 +89,8 @@ def detect(environ: Mapping[str, str], *, root: Path = Path("/")) -> Machine:
 
 
 def _accelerator(environ: Mapping[str, str], root: Path) -> tuple[DeviceBackend, int]:
-    for kind in (*VENDORS, TPU):
-        count = _visible(kind, _count(kind, environ, root), environ)
+    for kind in VENDORS:
+        count = sum(tpu_cores(environ, root)) if kind is XLA else _visible(kind, _count(kind, environ, root), environ)
         if count:
             return kind, count
     # Asked of the kernel: the module `platform` takes longer to load than all of this.
@@ -104,6 +109,21 @@ def _count(kind: DeviceBackend, environ: Mapping[str, str], root: Path) -> int:
         return 0
     program = shutil.which(kind.listing_command[0], path=environ.get("PATH"))
     return _lines([program, *kind.listing_command[1:]]) if program else 0
+
+
+def tpu_cores(environ: Mapping[str, str], root: Path = Path("/")) -> list[int]:
+    """Return the number of cores of each TPU chip that a process started here would see.
+
+    Args:
+        environ: The environment variables to go by.
+        root: Where the file system starts.
+    """
+    # Some chips have no device file; in a container there may be nothing but that.
+    chips = list(tpu_chips(root))
+    if not chips:
+        cores = 2 if environ.get(_TPU_TYPE, "").lower().startswith(_TPUS_OF_TWO_CORES) else 1
+        chips = [cores] * _count(XLA, environ, root)
+    return chips[: _visible(XLA, len(chips), environ)]
 
 
 def link_variables(machine: Machine) -> dict[str, str]:

@@ -13,6 +13,7 @@ from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
 from accelerate.devices.base import DeviceBackend
+from accelerate.devices.xla import XLA
 
 if TYPE_CHECKING:
     import torch
@@ -120,15 +121,8 @@ APPLE = MpsBackend(
     # Operators that Metal lacks fall back to the CPU; torch reads this variable at first use.
     process_variables=(("PYTORCH_ENABLE_MPS_FALLBACK", "1"),),
 )
-# The launcher finds it; what a worker does with it is not the matter of this table.
-TPU = DeviceBackend(
-    "xla",
-    DistributedType.XLA,
-    "xla",
-    visible_devices_variable="TPU_VISIBLE_DEVICES",
-    device_files=("dev/accel[0-9]*",),
-)
 VENDORS: tuple[DeviceBackend, ...] = (
+    XLA,
     APPLE,
     DeviceBackend(  # Cambricon
         "mlu",
@@ -279,7 +273,7 @@ def default() -> Choice[DeviceBackend]:
 
     for backend in all_backends():
         if backend.priority >= 0 and backend.is_available():
-            return Choice(backend, f"{backend.device_count()} device(s) of type {backend.type!r} found")
+            return Choice(backend, backend.found())
     current = torch.accelerator.current_accelerator(check_available=True)
     if current is not None:
         return Choice(get(current), f"torch.accelerator reports {current.type!r}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import log_once
+from accelerate.devices import registry
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +223,8 @@ def identity_in_memory(tensor: torch.Tensor) -> Hashable | None:
     """
     if tensor.is_meta or tensor.numel() == 0:
         return None
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    address = tensor.data_ptr() or registry.get(tensor.device).identity(tensor)
+    return tensor.device, address, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def shared_names(identities: Mapping[str, Hashable | None]) -> dict[str, str]:

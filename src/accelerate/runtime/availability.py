@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import has_package, is_package_available
 from accelerate.config import env
+from accelerate.devices.xla import XLA
 
 USE_TORCH_XLA: bool = env.flag("USE_TORCH_XLA", default=True)
 """Whether an installed torch_xla is used, as the environment said when this module was loaded."""
 
 
-@functools.cache
 def _xla_kind() -> str | None:
     """Return what torch_xla runs on ("TPU", "CPU" ...), or None where it is absent or switched off."""
-    if not USE_TORCH_XLA or not is_package_available("torch_xla"):
-        return None
-    runtime = importlib.import_module("torch_xla.runtime")
-    return str(runtime.device_type() or "").upper()
+    # Not asked of torch_xla: its import chooses a device where none is named, and says so in the environment.
+    return XLA.kind if USE_TORCH_XLA and is_package_available("torch_xla") else None
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:

@@ -65,6 +65,20 @@ def _slurm(environ: Mapping[str, str]) -> Topology | None:
     )
 
 
+def _tpu(environ: Mapping[str, str]) -> Topology | None:
+    # torch_xla sets these in the processes that it starts, one for each chip.
+    if "CLOUD_TPU_TASK_ID" not in environ or "TPU_PROCESS_ADDRESSES" not in environ:
+        return None
+    world_size = len(environ["TPU_PROCESS_ADDRESSES"].split(","))
+    return Topology(
+        _integer(environ, "CLOUD_TPU_TASK_ID", 0),
+        world_size,
+        _integer(environ, "PJRT_LOCAL_PROCESS_RANK", 0),
+        _integer(environ, "PJRT_LOCAL_PROCESS_COUNT", world_size),
+        "the TPU runtime",
+    )
+
+
 _DETECTORS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (
     RankVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE").detect,
     RankVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS").detect,
@@ -83,6 +97,7 @@ _DETECTORS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ).detect,
     _slurm,
+    _tpu,
 )
 
 

@@ -19,20 +19,23 @@ from accelerate.runtime import current, process_group, rank_sources
 from accelerate.runtime.current import Runtime, Topology
 
 
-def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None) -> Runtime:
+def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, together: bool = False) -> Runtime:
     """Start this process and return its runtime; a process that is started already keeps what it has.
 
     Args:
         cpu: Use the CPU though an accelerator may be there.
         group_options: Arguments of `torch.distributed.init_process_group`; None values count as not given.
+        together: Drive all devices from this process, where the hardware has that.
     """
     found = current.active()
     if found is not None:
         return found
     options = {key: value for key, value in (group_options or {}).items() if value is not None}
-    topology = _existing_group() or rank_sources.detect()
-    choice = _choose_backend(cpu)
+    choice = choose_backend(cpu)
     backend = choice.value
+    if together:
+        backend.use_together()
+    topology = _existing_group() or _own_ranks(backend) or rank_sources.detect()
     device = _choose_device(backend, topology)
     for name, value in backend.process_variables:
         env.put(name, value)
@@ -74,7 +77,18 @@ def _existing_group() -> Topology | None:
     return Topology(rank, world_size, rank, world_size, "the process group of the program")
 
 
-def _choose_backend(cpu: bool) -> Choice[DeviceBackend]:
+def _own_ranks(backend: DeviceBackend) -> Topology | None:
+    """Take ranks from the runtime of the hardware, where it has its own."""
+    found = rank_sources.detect()
+    ranks = backend.ranks(found.local_rank, found.local_world_size)
+    return None if ranks is None else Topology(*ranks, f"the {backend.type} runtime", f"{backend.type}://")
+
+
+def choose_backend(cpu: bool) -> Choice[DeviceBackend]:
+    """Return the hardware that this process uses, or is to use, and why."""
+    found = current.active()
+    if found is not None:
+        return Choice(found.backend, found.reason)
     if cpu or env.flag("ACCELERATE_USE_CPU"):
         return Choice(registry.get("cpu"), "the CPU was asked for")
     forced = env.get("ACCELERATE_TORCH_DEVICE")

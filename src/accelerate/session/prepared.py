@@ -364,6 +364,7 @@ class Preparer:
                 scaler=self.run.strategy.precision.scaler,
             )
             prepared.accelerator_state = self.state
+            self.run.strategy.prepare_optimizer(optimizer)
             setattr(prepared, _MARK, True)
         else:
             prepared = optimizer
@@ -445,6 +446,7 @@ class Preparer:
             global_batch_size=options.global_batch_size,
             custom_classes=config.custom_classes,
         )
+        self.run.strategy.share_batches(prepared)
         setattr(prepared, _MARK, True)
         self.objects.loaders.append(prepared)
         return prepared

@@ -34,7 +34,7 @@ from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 from accelerate.runtime.gradient_clock import GradientState
-from accelerate.runtime.start import start
+from accelerate.runtime.start import choose_backend, start
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import EngineRequest, Strategy, StrategyContext
 
@@ -271,7 +271,8 @@ def start_run(options: RunSettings) -> Run:
         ConfigurationError: If the options cannot work here, or contradict those of an earlier run of this process.
     """
     request = options.request
-    strategies.require_known(request)
+    cpu = options.cpu or env.flag("ACCELERATE_USE_CPU")
+    strategies.require_known(request, choose_backend(cpu).value)
     if "deepspeed" in request.engines:
         _fit_deepspeed(request.engines["deepspeed"], options)
     shared = current.ACCELERATOR
@@ -287,15 +288,14 @@ def start_run(options: RunSettings) -> Run:
     asked = resolve_precision(options.mixed_precision)
     if (shared["_mixed_precision"] if shared else asked.value) == "fp8":
         options.handlers.choose_fp8_recipe()
-    runtime = start(cpu=options.cpu or env.flag("ACCELERATE_USE_CPU"), group_options=options.group_options)
+    runtime = start(cpu=cpu, group_options=options.group_options, together=request.parallelism is not None)
     chosen = strategies.select(request, runtime)
     precision_name = Choice(shared["_mixed_precision"], asked.reason) if shared else _on_device(asked, runtime)
     if not shared:
         _publish(options, request, precision_name.value, chosen.value.label(runtime))
     mesh: DeviceMesh | None = None
     if request.parallelism is not None:
-        request.parallelism.fit(runtime.world_size)
-        mesh = shared["device_mesh"] = request.parallelism.get_device_mesh(runtime.device.type)
+        mesh = shared["device_mesh"] = chosen.value.lay_out(request.parallelism, runtime)
     recipe = options.handlers.fp8_recipe
     precision = _engine_precision(chosen.value, precision_name.value) or precisions.make(
         # Engines that shard take a recipe beside "bf16" as well.

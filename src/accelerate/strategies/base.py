@@ -3,8 +3,8 @@
 The way of a strategy through a run:
 
 - select: `selected`, `label`; `caps` say what it can do, so that nobody compares names
-- prepare: `check_model`, `prepare_model` (= `steps`, with `convert`, `place` and `wrap` among them), `replaced`, `data_shard`;
-  `check_together` and `prepare_together` where an engine makes one object of a model and its optimizer
+- prepare: `check_model`, `prepare_model` (= `steps`, with `convert`, `place` and `wrap` among them), `replaced`,
+  `prepare_optimizer`, `data_shard`, `share_batches`; `check_together` and `prepare_together` where an engine makes one object of a model and its optimizer
 - train: `no_sync`, `backward`, `scale_gradients`, `clip_grad_norm`, `clip_grad_value`
 - state: `full_state_dict`, `checkpoint_parts`, `open_gradients`, `set_open_gradients`, `gradient_share`, `release`
 """
@@ -48,7 +48,9 @@ from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 
-if TYPE_CHECKING:  # most runs have no engine
+if TYPE_CHECKING:  # most runs have no mesh and no engine
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
@@ -185,6 +187,16 @@ class Strategy:
         """Return the name of this regime in the public enumeration."""
         return DistributedType.NO
 
+    @classmethod
+    def lay_out(cls, sizes: ParallelismConfig, runtime: Runtime) -> DeviceMesh | None:
+        """Lay the axes of model parallelism out over the processes, and return their mesh.
+
+        Raises:
+            ConfigurationError: If the sizes do not fit.
+        """
+        sizes.fit(runtime.world_size)
+        return sizes.get_device_mesh(runtime.device.type)
+
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise a ConfigurationError, before anything is touched, if this strategy cannot train `model`."""
 
@@ -229,19 +241,26 @@ class Strategy:
         dynamo = self.context.dynamo
         return dynamo.backend != DynamoBackend.NO and not dynamo.disable
 
+    def compile_options(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile`."""
+        return self.context.dynamo.to_kwargs()
+
     def compile_blocks(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile repeated blocks one by one, where that was asked for."""
         dynamo = self.context.dynamo
         if not self.compiles or not dynamo.use_regional_compilation or has_compiled_regions(model):
             return model
-        return compile_regions(model, **dynamo.to_kwargs())
+        return compile_regions(model, **self.compile_options())
 
     def compile_whole(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile the model as a whole, where that was asked for."""
         dynamo = self.context.dynamo
         if not self.compiles or dynamo.use_regional_compilation or is_compiled_module(model):
             return model
-        return compile_module(model, **dynamo.to_kwargs())
+        return compile_module(model, **self.compile_options())
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer know of what the strategy does at its steps."""
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not exchange gradients."""
@@ -300,6 +319,9 @@ class Strategy:
             *(ModelPart(model, i, safe_serialization=safe) for i, model in enumerate(prepared.models)),
             *(OptimizerPart(optimizer, i) for i, optimizer in enumerate(prepared.optimizers)),
         ]
+
+    def share_batches(self, loader: Any) -> None:
+        """Let the devices of this process share the batches of a prepared loader, where it has several."""
 
     def share_sequences(self, loader: Any) -> Any:
         """Return a loader for ranks that work on parts of the same sequences; the loader itself where none do."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,8 @@ from accelerate.strategies.sharded_state import sharded_parts
 
 # Large enough to use the network well, small enough to be no second copy of a big model's gradients.
 BUCKET_BYTES = 25 * 2**20
-_AVERAGER = "_gradient_averager"
+AVERAGER = "_gradient_averager"
+"""The attribute of a model that holds what averages its gradients."""
 
 
 class ParallelStrategy(Strategy):
@@ -102,13 +104,11 @@ class ParallelStrategy(Strategy):
         group = averaging_group(self.mesh)
         if group is not None and any(parameter.requires_grad for parameter in model.parameters()):
             # On the model, so that both are freed together.
-            model.__dict__[_AVERAGER] = GradientAverager(model, group)
+            model.__dict__[AVERAGER] = GradientAverager(model, GroupAverage(group))
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        averager: GradientAverager | None = getattr(inner, _AVERAGER, None)
-        return averager.no_sync() if averager is not None else nullcontext()
+        return suspended(model)
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
         tools.scale_gradients(parameters, factor)
@@ -174,16 +174,23 @@ def check_pipeline(layout: ParallelismConfig, scales: bool) -> None:
         )
 
 
+def suspended(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which the gradients of a model are not averaged, if anything averages them."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    averager: GradientAverager | None = getattr(inner, AVERAGER, None)
+    return averager.no_sync() if averager is not None else nullcontext()
+
+
 class GradientAverager:
-    """Average the gradients of a model over a group of ranks, at the end of each backward pass.
+    """Average the gradients of a model over ranks, at the end of each backward pass.
 
     Args:
         model: The model, as it is trained.
-        group: The ranks that hold the same part of it.
+        average: Replaces tensors by their means over the ranks that hold the same part of the model.
     """
 
-    def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, model: torch.nn.Module, average: Callable[[list[torch.Tensor]], None]) -> None:
+        self.average = average
         self.is_suspended = False
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._is_queued = False
@@ -208,16 +215,26 @@ class GradientAverager:
         self._is_queued = False
         gradients = [tools.local(entry.grad) for entry in self._parameters if entry.grad is not None]
         with torch.no_grad():
-            for bucket in _buckets(gradients):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                dist.all_reduce(flat, group=self.group)
-                flat /= self.group.size()
-                parts = flat.split([gradient.numel() for gradient in bucket])
-                for gradient, part in zip(bucket, parts, strict=True):
-                    gradient.copy_(part.view_as(gradient))
+            for bucket in buckets(gradients):
+                self.average(bucket)
 
 
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+@dataclass(frozen=True)
+class GroupAverage:
+    """Replace tensors by their means over a process group."""
+
+    group: dist.ProcessGroup
+
+    def __call__(self, tensors: list[torch.Tensor]) -> None:
+        """Average tensors of one dtype in one exchange."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self.group)
+        flat /= self.group.size()
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut a list into runs of one dtype and bounded size."""
     bucket: list[torch.Tensor] = []
     size = 0

@@ -9,6 +9,8 @@ from importlib.metadata import entry_points
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
+from accelerate.devices.base import DeviceBackend
+from accelerate.devices.xla import XLA
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime.current import Runtime
 from accelerate.strategies.base import EngineRequest, Strategy
@@ -21,18 +23,22 @@ class _LazyStrategy:
 
     Args:
         module: The module that holds it.
-        engine: The engine whose plugin selects it; None where a layout of the ranks does.
+        engine: The engine whose plugin selects it; None where a layout of the ranks or the hardware does.
+        device: The type of the hardware that selects it.
     """
 
     module: str
     name: str
     engine: str | None = None
+    device: str | None = None
 
 
 _STRATEGIES: list[type[Strategy] | _LazyStrategy] = [
     _LazyStrategy("accelerate.strategies.fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.deepspeed.strategy", "DeepSpeedStrategy", "deepspeed"),
+    _LazyStrategy("accelerate.strategies.xla.spmd", "SpmdStrategy", device=XLA.type),
+    _LazyStrategy("accelerate.strategies.xla.strategy", "XlaStrategy", device=XLA.type),
     _LazyStrategy("accelerate.strategies.parallel", "ParallelStrategy"),
     Strategy,
     DDPStrategy,
@@ -71,13 +77,9 @@ def all_strategies() -> tuple[type[Strategy], ...]:
 
 def select(request: EngineRequest, runtime: Runtime) -> Choice[type[Strategy]]:
     """Choose the strategy: that of the engine asked for, else the first that takes the run."""
-    require_known(request)
+    require_known(request, runtime.backend)
     for entry in _STRATEGIES:
-        # That of the engine is asked, or without an engine all that need none.
-        is_asked = entry.engine in request.engines
-        if entry.engine is None and not request.engines:
-            is_asked = not isinstance(entry, _LazyStrategy) or request.parallelism is not None
-        if is_asked:
+        if _is_asked(entry, request, runtime):
             strategy = _load(entry)
             answer = strategy.selected(request, runtime)
             if answer.value:
@@ -85,7 +87,18 @@ def select(request: EngineRequest, runtime: Runtime) -> Choice[type[Strategy]]:
     raise ConfigurationError(f"No strategy takes a run with {runtime.world_size} process(es) and {request!r}.")
 
 
-def require_known(request: EngineRequest) -> None:
+def _is_asked(entry: type[Strategy] | _LazyStrategy, request: EngineRequest, runtime: Runtime) -> bool:
+    """Return whether it is that of the engine; without an engine, whether it is of the hardware or needs none."""
+    if request.engines or entry.engine is not None:
+        return entry.engine in request.engines
+    if not isinstance(entry, _LazyStrategy):
+        return True
+    if entry.device is not None:
+        return entry.device == runtime.backend.type
+    return request.parallelism is not None
+
+
+def require_known(request: EngineRequest, backend: DeviceBackend | None = None) -> None:
     """Refuse, before anything is started, an engine that no strategy drives, or two engines at once.
 
     Raises:
@@ -104,8 +117,27 @@ def require_known(request: EngineRequest) -> None:
         raise ConfigurationError(
             f"The engines {sorted(request.engines)!r} were asked for together, but one run has one engine. Give one."
         )
-    if request.parallelism is not None:
+    if backend is XLA:
+        _check_on_xla(request)
+    elif request.parallelism is not None:
         _check_axes(request.parallelism, request)
+
+
+def _check_on_xla(request: EngineRequest) -> None:
+    """Refuse engines that do not know XLA devices, and axes that are not laid out over them."""
+    engine = next(iter(request.engines), None)
+    if engine is not None:
+        raise ConfigurationError(
+            f"The engine {engine!r} was asked for, but this process computes on XLA devices ({XLA.found()}), which it does "
+            "not know. Leave it out; to shard weights over the devices, write "
+            "parallelism_config=ParallelismConfig(dp_shard_size=...)."
+        )
+    sizes = request.parallelism
+    if sizes is not None and (sizes.cp_enabled or sizes.sp_enabled or sizes.pp_enabled):
+        raise ConfigurationError(
+            f"cp_size={sizes.cp_size}, sp_size={sizes.sp_size}, pp_size={sizes.pp_size} were given, but over XLA devices "
+            "batches, weights and layers are split. Use dp_replicate_size, dp_shard_size and tp_size."
+        )
 
 
 def _check_axes(sizes: ParallelismConfig, request: EngineRequest) -> None:

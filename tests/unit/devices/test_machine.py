@@ -97,7 +97,7 @@ def test_a_vendors_tool_is_asked_where_there_are_no_device_files(tmp_path: Path,
 def test_every_vendor_is_known_by_its_files(tmp_path: Path, path: str, device: str) -> None:
     found = detect({}, root=make(tmp_path, path))
     assert found.device_type == device
-    vendor = registry.TPU if device == "xla" else registry.get(device)
+    vendor = registry.get(device)
     assert (found.label, found.visible_devices_variable) == (vendor.label, vendor.visible_devices_variable)
 
 

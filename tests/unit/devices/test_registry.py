@@ -24,7 +24,7 @@ from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.runtime.memory import clear_device_cache
 
-ORDER = ["mps", "mlu", "sdaa", "musa", "npu", "hpu", "cuda", "xpu", "neuron", "cpu"]
+ORDER = ["xla", "mps", "mlu", "sdaa", "musa", "npu", "hpu", "cuda", "xpu", "neuron", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def test_an_entry_is_whole(device_type: str) -> None:
     assert backend.type == device_type
     assert isinstance(backend.label, DistributedType)
     assert backend.group_backend
-    assert backend.rng_key == ("" if device_type == "cpu" else f"torch_{device_type}_manual_seed")
+    assert backend.rng_key == {"cpu": "", "xla": "xm_seed"}.get(device_type, f"torch_{device_type}_manual_seed")
     assert backend.autocast_dtypes <= {"float16", "bfloat16"}
     assert backend.is_available() is (device_type == "cpu")
     assert isinstance(backend.device_count(), int)  # also where the hardware is absent

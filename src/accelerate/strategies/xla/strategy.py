@@ -1,0 +1,118 @@
+"""One process for each XLA device: every rank holds the whole model, gradients are averaged when a window closes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from accelerate._base.enums import DistributedType, DynamoBackend
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice, log_once
+from accelerate.checkpointing.torch_files import on_host
+from accelerate.collectives.base import communicator
+from accelerate.devices.xla import XLA
+from accelerate.runtime.current import Runtime
+from accelerate.runtime.gradient_clock import GradientState
+from accelerate.strategies.base import Capabilities, EngineRequest, Strategy, StrategyContext
+from accelerate.strategies.parallel import AVERAGER, GradientAverager, suspended
+
+# What torch.compile calls the compiler of XLA, by the names of the public enumeration.
+_COMPILER = "openxla"
+_COMPILERS = (DynamoBackend.AOT_TORCHXLA_TRACE_ONCE, DynamoBackend.TORCHXLA_TRACE_ONCE)
+
+
+class XlaStrategy(Strategy):
+    """Train on the XLA device of this process, and average gradients over the processes if there are several.
+
+    Operations are recorded and run when a step ends: after the body of a loop over a prepared loader, or, outside of such
+    a loop, after the optimizer's step.
+    """
+
+    name: ClassVar[str] = "xla"
+    caps: ClassVar[Capabilities] = Capabilities(replicates=True, holds_back_gradients=True)
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        if self.compiles and context.dynamo.backend not in _COMPILERS:
+            raise ConfigurationError(
+                f"dynamo_backend={context.dynamo.backend.value!r} was given, but it does not compile for XLA devices. Write "
+                f"{_COMPILERS[1].value!r}, or leave it out: what runs on them is compiled by XLA in any case."
+            )
+
+    @classmethod
+    def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
+        """Take every run on XLA devices."""
+        return Choice(runtime.backend is XLA, f"{runtime.world_size} process(es), each with an XLA device")
+
+    @classmethod
+    def label(cls, runtime: Runtime) -> DistributedType:
+        return runtime.backend.label
+
+    def compile_options(self) -> dict[str, Any]:
+        return {**super().compile_options(), "backend": _COMPILER}
+
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device, with the parameters that are one under several names still one."""
+        return move_keeping_ties(model, self.runtime.device)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Give all ranks the weights of the first, and average gradients."""
+        has_gradients = any(parameter.requires_grad for parameter in model.parameters())
+        if not self.runtime.is_distributed or not has_gradients or AVERAGER in model.__dict__:
+            return model
+        group: Any = communicator()
+        for value in (*model.parameters(), *model.buffers()):
+            group.broadcast(value)
+        model.__dict__[AVERAGER] = GradientAverager(model, group.average)
+        return model
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let it end the step of a loop that no prepared loader drives, and use no fused kernels: XLA fuses by itself."""
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False
+                name = type(optimizer).__name__
+                log_once(__name__, f"{name}(fused=True) has no kernels for XLA devices and runs as fused=False.")
+        optimizer.register_step_post_hook(_end_step_outside_of_loops)
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        return suspended(model)
+
+    def full_state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """Return all weights in host memory."""
+        XLA.end_step()
+        weights: dict[str, Any] = on_host(super().full_state_dict(model, unwrap=unwrap))
+        return weights
+
+
+def _end_step_outside_of_loops(*_: Any) -> None:
+    if not getattr(GradientState().active_dataloader, "ends_steps", False):
+        XLA.end_step()
+
+
+def move_keeping_ties(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move a model in place to a device whose tensors are of another kind.
+
+    `Module.to` makes a new parameter for each name there, so that tied weights would be trained apart from each other.
+    """
+    moved: dict[int, torch.Tensor] = {}
+
+    def on_device(value: torch.Tensor) -> torch.Tensor:
+        if value.device == device:
+            return value
+        if id(value) not in moved:
+            new = value.detach().to(device)
+            if isinstance(value, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=value.requires_grad)
+                new.__dict__.update(value.__dict__)
+            moved[id(value)] = new
+        return moved[id(value)]
+
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None:
+                    table[name] = on_device(value)  # type: ignore[assignment]
+    return model
