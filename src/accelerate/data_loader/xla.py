@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +27,14 @@ class _EndsSteps:
 
     def __iter__(self) -> Iterator[Any]:
         loader: Any = super()
-        for batch in loader.__iter__():
-            yield batch
-            XLA.end_step()
+        try:
+            for batch in loader.__iter__():
+                yield batch
+                XLA.end_step()
+        except GeneratorExit:  # the loop was left inside its body
+            if not sys.is_finalizing():
+                XLA.end_step()
+            raise
 
 
 class RecordingDispatcher(_EndsSteps, DataLoaderDispatcher):

@@ -191,15 +191,23 @@ class XlaBackend(DeviceBackend):
 
     def end_step(self) -> None:
         """Compile and start what was recorded since the last step."""
-        import torch_xla
-
-        torch_xla.sync()
+        self._sync(wait=False)
 
     def synchronize(self) -> None:
         """Run what was recorded, and wait until the device has done it."""
+        self._sync(wait=True)
+
+    def _sync(self, *, wait: bool) -> None:
+        """Run what was recorded; the seed goes on from what was drawn.
+
+        torch_xla makes a new seed at every end of a step: what is drawn after a checkpoint would depend on how many ends
+        there were between the checkpoint and the draw.
+        """
         import torch_xla
 
-        torch_xla.sync(wait=True)
+        seed = self.model.get_rng_state()
+        torch_xla.sync(wait=wait)
+        self.model.set_rng_state(seed)
 
     def identity(self, tensor: torch.Tensor) -> int:
         """Return torch_xla's number of the tensor, which a detached one shares."""
