@@ -78,6 +78,16 @@ LAUNCHERS = [
         Topology(1, 2, 1, 2, "torchrun"),
         id="torchrun inside srun wins",
     ),
+    pytest.param(
+        {
+            "CLOUD_TPU_TASK_ID": "5",
+            "TPU_PROCESS_ADDRESSES": ",".join(f"10.0.0.{host}:{8476 + chip}" for host in (1, 2) for chip in range(4)),
+            "PJRT_LOCAL_PROCESS_RANK": "1",
+            "PJRT_LOCAL_PROCESS_COUNT": "4",
+        },
+        Topology(5, 8, 1, 4, "the TPU runtime"),
+        id="a process of torch_xla for each chip of two hosts",
+    ),
 ]
 
 

@@ -63,7 +63,7 @@ def test_the_error_of_a_sample_ends_the_loop_with_it() -> None:
     seen = []
     with pytest.raises(OSError, match="sample 17 is on a bad sector"):
         for batch in loader:
-            seen.append(batch.cpu().tolist())
+            seen += [batch.cpu().tolist()]
     assert len(seen) == 4
 
 
@@ -108,10 +108,7 @@ def test_streams_are_read_to_their_end() -> None:
     accelerator = Accelerator()
     stream = Stream(TensorDataset(torch.arange(10.0)))
     loader = accelerator.prepare(DataLoader(stream, batch_size=4))
-    ends = []
-    for _batch in loader:
-        ends.append(accelerator.gradient_state.end_of_dataloader)
-    assert ends == [False, False, True]
+    assert [accelerator.gradient_state.end_of_dataloader for _ in loader] == [False, False, True]
 
 
 def test_a_dispatcher_ends_steps_too() -> None:

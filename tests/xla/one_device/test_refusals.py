@@ -27,13 +27,13 @@ def test_options_that_cannot_work(options: dict[str, Any], reason: str) -> None:
 
 def test_a_layout_after_the_device_was_used() -> None:
     torch.ones(1, device="xla").cpu()
-    with pytest.raises(ValueError, match="has used its device already.*XLA_USE_SPMD=1"):
+    with pytest.raises(ValueError, match=r"has used its device already.*XLA_USE_SPMD=1"):
         Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
 
 
 def test_an_unknown_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "ABACUS")
-    with pytest.raises(ValueError, match="PJRT_DEVICE='ABACUS' names no device of torch_xla.*TPU, CPU"):
+    with pytest.raises(ValueError, match=r"PJRT_DEVICE='ABACUS' names no device of torch_xla.*TPU, CPU"):
         Accelerator()
 
 

@@ -155,7 +155,7 @@ def test_plans_that_cannot_work(plan: Any, reason: str) -> None:
 
 @pytest.mark.parametrize("sizes", [{"dp_shard_size": 3}, {"dp_shard_size": 2, "tp_size": 2}])
 def test_a_mesh_that_does_not_fit_the_devices(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="calls for . XLA devices, but there are 2"):
+    with pytest.raises(ValueError, match=r"calls for . XLA devices, but there are 2"):
         Accelerator(parallelism_config=ParallelismConfig(**sizes))
 
 
