@@ -2,6 +2,8 @@
 #
 #   make demo     train a small network on real data with two processes and plot the run
 #   make test     everything that make check does, then the test suite
+#   make test-xla the tests of XLA devices, on torch_xla's CPU runtime in an environment of its own (7 GB)
+#   make test-oldest-torch   the unit tests on the oldest torch that pyproject.toml allows, in the same environment
 #   make test-cpu-adam   the tests of DeepSpeed's own Adam, which is compiled for some minutes the first time
 #   make quick    lint of the files that changed, and the unit tests, in about three minutes
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
@@ -16,7 +18,9 @@
 PYTHON ?= python3
 VENV := .venv
 REFERENCE_VENV := .venv-reference
+XLA_VENV := .venv-xla
 REFERENCE_PACKAGES := accelerate==1.15.0 lightning-fabric==2.6.6 torchdata
+XLA_TEST_PACKAGES := pytest pytest-timeout pytest-xdist torchdata transformers
 # What the programs of tests/clients/programs import.
 CLIENT_PACKAGES := datasets diffusers peft scikit-learn sentence-transformers tensorboard transformers trl
 BIN := $(VENV)/bin
@@ -30,7 +34,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-cpu-adam quick check coverage bench bench-clients pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-xla test-oldest-torch test-cpu-adam quick check coverage bench bench-clients pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -46,6 +50,19 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.created
 $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
 	$(BIN)/python $(PIP_INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.demo
+
+# The pins of constraints.txt, but for what constraints-xla.txt pins otherwise.
+XLA_PIP_INSTALL := $(XLA_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	--constraint $(XLA_VENV)/constraints.txt
+$(XLA_VENV)/.ready: pyproject.toml constraints.txt constraints-xla.txt
+	$(PYTHON) -m venv $(XLA_VENV)
+	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' constraints-xla.txt constraints.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_PIP_INSTALL) --editable ".[demo,xla]" $(XLA_TEST_PACKAGES)
+	touch $@
+
+$(XLA_VENV)/.tests: $(XLA_VENV)/.ready
+	$(XLA_PIP_INSTALL) --editable ".[test,xla]"
+	touch $@
 
 $(REFERENCE_VENV)/.ready: constraints.txt
 	$(PYTHON) -m venv $(REFERENCE_VENV)
@@ -69,6 +86,17 @@ unit-tests: $(VENV)/.dev
 group-tests: $(VENV)/.dev unit-tests
 	$(PYTEST) -n 2 --dist loadfile $(GROUP_TESTS)
 	$(PYTEST) -n 2 --dist loadfile -m multiprocess $(GROUP_TESTS:%=--ignore=%)
+
+# No GPU is looked for: torch_xla comes with a torch for CUDA.
+XLA_PYTEST := CUDA_VISIBLE_DEVICES= $(TEST_ENVIRONMENT) $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+# One process computes on one device or drives several, from its start: so there are two runs.
+test-xla: $(XLA_VENV)/.ready
+	PJRT_DEVICE=CPU $(XLA_PYTEST) tests/xla
+	PJRT_DEVICE=CPU XLA_USE_SPMD=1 $(XLA_PYTEST) tests/xla/spmd
+
+test-oldest-torch: $(XLA_VENV)/.tests
+	USE_TORCH_XLA=0 $(XLA_PYTEST) -m "not multiprocess" $(GROUP_TESTS:%=--ignore=%) --ignore=tests/xla
 
 test-cpu-adam: $(VENV)/.dev
 	ACCELERATE_TEST_CPU_ADAM=1 $(PYTEST) tests/multiprocess/test_deepspeed_cpu_adam.py
@@ -125,5 +153,5 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(REFERENCE_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.* src/*.egg-info
+	rm -rf $(VENV) $(REFERENCE_VENV) $(XLA_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.* src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,15 +8,17 @@ from accelerate.devices.base import DeviceBackend
 from accelerate.precision import formats as precisions
 from accelerate.strategies import registry as strategies
 
-# The contract test of the strategies trains on this device under every strategy in every number format.
-RUN_IN_TESTS = frozenset({"cpu"})
+# The contract test of the strategies trains on the CPU under every strategy in every number format; tests/xla train on
+# torch_xla's CPU runtime.
+RUN_IN_TESTS = frozenset({"cpu", "xla"})
 # What the public interface names and no registry has is shown too, so that nobody has to try.
-KNOWN_DEVICES = ("xla",)
-KNOWN_STRATEGIES = ("deepspeed", "megatron", "xla")
+KNOWN_STRATEGIES = ("megatron",)
+# Of these devices and no others.
+XLA_STRATEGIES = frozenset({"xla", "xla-spmd"})
 # The devices that libraries for 8-bit floats name.
 FP8_DEVICES = frozenset({"cpu", "cuda", "hpu", "xpu"})
 # Number formats that an engine takes on other devices only.
-REFUSED = {("deepspeed", "cpu"): ("fp16",)}
+REFUSED = {("deepspeed", "cpu"): ("fp16",), ("xla", "xla"): ("fp16",), ("xla-spmd", "xla"): ("fp16",)}
 NOT_THERE = "-"
 
 _DEVICE_TITLES = {"neuron": "Neuron", "xla": "XLA (TPU)"}
@@ -29,7 +31,8 @@ _STRATEGY_TITLES = {
     "parallel": "tensor, context, pipeline parallel",
     "deepspeed": "DeepSpeed",
     "megatron": "Megatron-LM",
-    "xla": "XLA",
+    "xla": "XLA, a process for each device",
+    "xla-spmd": "XLA, one process for all devices (SPMD)",
 }
 
 
@@ -57,17 +60,17 @@ def render() -> str:
     return "\n".join(lines)
 
 
-def _devices() -> dict[str, DeviceBackend | None]:
-    """Return every device by its type, the one that the tests run on first; None for one that is not there."""
+def _devices() -> dict[str, DeviceBackend]:
+    """Return every device by its type, those that the tests run on first."""
     backends = sorted(devices.all_backends(), key=lambda backend: (backend.type not in RUN_IN_TESTS, backend.type))
-    found: dict[str, DeviceBackend | None] = {backend.type: backend for backend in backends}
-    return found | {name: None for name in KNOWN_DEVICES if name not in found}
+    return {backend.type: backend for backend in backends}
 
 
-def _cell(backend: DeviceBackend | None, strategy: str, *, built: bool) -> str:
+def _cell(backend: DeviceBackend, strategy: str, *, built: bool) -> str:
     # Devices without a label for several processes form no group.
-    alone = backend is not None and backend.label is DistributedType.NO
-    if backend is None or not built or (alone and strategy != "single"):
+    alone = backend.label is DistributedType.NO
+    is_of_device = (backend.type == "xla") == (strategy in XLA_STRATEGIES)
+    if not built or not is_of_device or (alone and strategy != "single"):
         return NOT_THERE
     refused = REFUSED.get((strategy, backend.type), ())
     listed = [name for name in PrecisionType.list() if name in precisions.FORMATS and name not in refused]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, Part
+from accelerate.checkpointing.snapshot import Snapshot
 from accelerate.checkpointing.state import Checkpointer, RunState
 from accelerate.utils import GradScalerKwargs, broadcast_object_list
 
@@ -116,7 +117,7 @@ def life_of_the_parts(name: str) -> dict[str, dict[str, bool]]:
     saved: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, bool]] = {}
     for part in parts:
-        payload = part.snapshot()
+        [(_, payload)] = Snapshot([part])
         saved[part.name] = leaves(payload)
         found[part.name] = {"snapshot changes nothing": leaves(part.snapshot()) == saved[part.name]}
         if part.everywhere or rank == 0:

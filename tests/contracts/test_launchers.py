@@ -26,7 +26,7 @@ STEP = {
 }
 # Launcher -> a run that is for it: its options, and the variables around it.
 RUNS: list[tuple[dict[str, Any], dict[str, str]]] = [
-    ({"tpu": True, "num_processes": 8, "main_training_function": "fit"}, {}),
+    ({"tpu": True, "num_processes": 1}, {"PJRT_DEVICE": "CPU"}),
     ({"num_processes": 2}, STEP),
     ({"cpu": True, "num_processes": 2, "mpirun_hostfile": "localhost"}, {}),
     ({**MACHINES, "use_deepspeed": True, "machine_rank": 1, "deepspeed_hostfile": "hosts"}, {}),

@@ -36,7 +36,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
 ]
 
-STRATEGIES = {strategy.name: strategy for strategy in strategies.all_strategies()}
+# Those of XLA devices live by the same contract where torch_xla is: tests/xla.
+OF_XLA = ("xla", "xla-spmd")
+STRATEGIES = {strategy.name: strategy for strategy in strategies.all_strategies() if strategy.name not in OF_XLA}
 
 
 def fsdp(version: int) -> dict[str, Any]:

@@ -63,12 +63,23 @@ def attach_stub(module_name: str) -> Attached:
     return resolve, lambda: sorted({*vars(sys.modules[module_name]), *stub_names(module_name)})
 
 
-def attach_passing_names(module_name: str) -> None:
+def attach_passing_names(module_name: str, optional: Mapping[str, str] | None = None) -> None:
     """Let a module with a body of its own give the names that only pass through it, when somebody asks for one.
 
     It is set from here, and not written in the module: a type checker would then believe in any name.
+
+    Args:
+        optional: Further names, with their homes, that need a package which may be missing.
     """
-    vars(sys.modules[module_name])["__getattr__"] = lambda name: _resolve_passing(module_name, name)
+
+    def resolve(name: str) -> object:
+        return (
+            _resolve(module_name, optional, name)
+            if optional and name in optional
+            else _resolve_passing(module_name, name)
+        )
+
+    vars(sys.modules[module_name])["__getattr__"] = resolve
 
 
 def attach(module_name: str, table: Mapping[str, str]) -> Attached:

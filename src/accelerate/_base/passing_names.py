@@ -70,7 +70,6 @@ PASSING_NAMES = {
         ),
     },
     "accelerate.data_loader": {
-        "accelerate.data_loader.xla": "MpDeviceLoaderWrapper",
         "accelerate.logging": "get_logger",
         "accelerate.state": "GradientState PartialState",
         "accelerate.utils": (

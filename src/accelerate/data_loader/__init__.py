@@ -32,4 +32,4 @@ __all__ = [
     "skip_first_batches",
 ]
 
-attach_passing_names(__name__)
+attach_passing_names(__name__, optional={"MpDeviceLoaderWrapper": "accelerate.data_loader.xla"})

@@ -36,7 +36,6 @@ from accelerate.data_loader.samplers import (
     data_shard,
     outer_batch_sampler,
 )
-from accelerate.devices import registry
 from accelerate.runtime import current
 
 logger = logging.getLogger(__name__)
@@ -279,7 +278,8 @@ def _shard_loader(
 
 
 def _is_recording(device: torch.device | None) -> bool:
-    return device is not None and registry.get(device).records_operations
+    backend = current.runtime().backend
+    return backend.records_operations and device is not None and device.type == backend.type
 
 
 def _make_loader(base: Any, device: torch.device | None, **options: Any) -> DataLoaderShard:

@@ -132,8 +132,10 @@ class XlaBackend(DeviceBackend):
 
     def device(self, index: int | None = None) -> torch.device:
         """Return the device of this process; under SPMD the one that stands for all."""
-        self.load()
         import torch
+
+        if not (self.is_available() and self.load()):
+            return torch.device(self.type)
         import torch_xla
 
         found: torch.device = torch_xla.device()
