@@ -9,6 +9,7 @@
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
 #   make coverage the lines that no test reaches, as a report and in htmlcov/
 #   make bench    speed beside plain PyTorch and the previous major release
+#   make bench-xla       a step on an XLA device beside a hand-written torch_xla loop
 #   make bench-clients   checkpoints, and programs of Transformers, Diffusers and others, on both packages
 #   make pages    rewrite what tools write into README.md and the documentation
 #   make docs     the documentation as a site in site/
@@ -34,7 +35,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-xla test-oldest-torch test-cpu-adam quick check coverage bench bench-clients pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-xla test-oldest-torch test-cpu-adam quick check coverage bench bench-xla bench-clients pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,9 @@ pages: walks
 
 bench: $(VENV)/.dev $(REFERENCE_VENV)/.ready
 	$(BIN)/python benchmarks/run.py --reference $(REFERENCE_VENV)/bin/python
+
+bench-xla: $(XLA_VENV)/.ready
+	CUDA_VISIBLE_DEVICES= $(XLA_VENV)/bin/python benchmarks/run.py --cases xla
 
 # Checkpoints go to the other package and back; then the programs run on both.
 bench-clients: $(VENV)/.dev $(REFERENCE_VENV)/.clients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from measure import OURS, REFERENCE, Samples, Script
 
@@ -26,12 +27,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Case:
-    """A group of lines that come from one script."""
+    """A group of lines that come from one script.
+
+    Args:
+        needs: A package without which it is left out.
+    """
 
     key: str
     title: str
     script: Script
     read: Callable[[Results], Iterator[Line]]
+    needs: str | None = None
 
 
 def step_lines(label: str) -> Callable[[Results], Iterator[Line]]:
@@ -50,6 +56,24 @@ def step_lines(label: str) -> Callable[[Results], Iterator[Line]]:
             passed=ours <= 25,
             reference=other.extra("accelerate") if other else None,
             others=(*fabric[-1:], ("plain step", plain)),
+        )
+
+    return read
+
+
+def xla_lines(label: str) -> Callable[[Results], Iterator[Line]]:
+    """Read the time of a step beside the hand-written loop, and the graphs that both compiled."""
+    times = paired_lines(f"{label}, over a hand-written torch_xla loop", 1.05)
+
+    def read(results: Results) -> Iterator[Line]:
+        yield from times(results)
+        graphs: Any = results[OURS].facts["graphs"]
+        yield Line(
+            label=f"{label}: graphs compiled",
+            unit="graphs",
+            budget=f"= {graphs['plain']}, as by hand",
+            ours=graphs["accelerate"],
+            passed=graphs["accelerate"] == graphs["plain"],
         )
 
     return read
@@ -323,6 +347,16 @@ CASES = (
             paired_lines(f"DeepSpeed, ZeRO {stage}, on two processes over a hand-written loop", 1.03),
         )
         for stage in ("2", "3")
+    ),
+    *(
+        Case(
+            "xla",
+            "XLA",
+            Script("xla.py", ("--workers", workers), sessions=3, only_ours=True, timeout=300),
+            xla_lines(f"XLA device, {workers} workers"),
+            needs="torch_xla",
+        )
+        for workers in ("0", "2")
     ),
     Case("dispatch", "Dispatched batches", Script("dispatch.py", processes=2), dispatch_lines),
     Case("out_of_memory", "Out of memory", Script("out_of_memory.py", processes=2, sessions=4), out_of_memory_lines),

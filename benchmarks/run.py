@@ -6,6 +6,7 @@ python benchmarks/run.py --reference .venv-reference/bin/python --output benchma
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import time
@@ -38,6 +39,9 @@ def main() -> int:
     broken = 0
     for case in CASES:
         if options.cases and case.key not in options.cases:
+            continue
+        if case.needs is not None and importlib.util.find_spec(case.needs) is None:
+            log([f"{case.title} is left out: {case.needs} is not installed"])
             continue
         try:
             results = measure(case.script, interpreters)

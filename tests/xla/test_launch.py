@@ -121,7 +121,9 @@ def test_a_function_in_a_process_that_torch_xla_spawns(tmp_path: Path) -> None:
     assert (found["index"], found["sum"], found["devices"]) == (0, 4.0, 1)
 
 
-@pytest.mark.parametrize(("word", "code", "last"), [("fail", 1, "ValueError: broken on purpose"), ("exit", 7, "sys.exit(7)")])
+@pytest.mark.parametrize(
+    ("word", "code", "last"), [("fail", 1, "ValueError: broken on purpose"), ("exit", 7, "sys.exit(7)")]
+)
 def test_a_failure_in_a_process_that_torch_xla_spawns(tmp_path: Path, word: str, code: int, last: str) -> None:
     done = launch("--tpu", "train.py", word, env=SPAWNED, cwd=tmp_path)
     (found,) = facts_of(done, code=code)
@@ -140,7 +142,9 @@ def test_one_process_drives_two_devices(tmp_path: Path) -> None:
     (found,) = facts_of(done)
     assert (found["name"], found["arguments"]) == ("__main__", ["train.py", "--lr", "1"])
     assert (found["sum"], found["devices"], found["spmd"]) == (4.0, 2, True)
-    assert "One process drives all XLA devices of this machine together (SPMD), because of XLA_USE_SPMD=1." in done.stderr
+    assert (
+        "One process drives all XLA devices of this machine together (SPMD), because of XLA_USE_SPMD=1." in done.stderr
+    )
 
 
 def test_an_accelerator_over_two_devices(tmp_path: Path) -> None:

@@ -125,9 +125,11 @@ class XlaBackend(DeviceBackend):
         return int(self.runtime.addressable_device_count())
 
     def load(self) -> bool:
-        """Import torch_xla, told before what it computes on: it would choose by itself, with a warning."""
+        """Import torch_xla, told before what it reads once: what it computes on, and in how many bits."""
         if self.kind and not env.get(PJRT_DEVICE):
-            env.put(PJRT_DEVICE, self.kind)
+            env.put(PJRT_DEVICE, self.kind)  # it would choose by itself, with a warning
+        if env.flag("ACCELERATE_DOWNCAST_BF16"):
+            env.put("XLA_DOWNCAST_BF16", "1")
         return super().load()
 
     def device(self, index: int | None = None) -> torch.device:

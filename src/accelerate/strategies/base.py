@@ -241,23 +241,19 @@ class Strategy:
         dynamo = self.context.dynamo
         return dynamo.backend != DynamoBackend.NO and not dynamo.disable
 
-    def compile_options(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile`."""
-        return self.context.dynamo.to_kwargs()
-
     def compile_blocks(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile repeated blocks one by one, where that was asked for."""
         dynamo = self.context.dynamo
         if not self.compiles or not dynamo.use_regional_compilation or has_compiled_regions(model):
             return model
-        return compile_regions(model, **self.compile_options())
+        return compile_regions(model, **dynamo.to_kwargs())
 
     def compile_whole(self, model: torch.nn.Module) -> torch.nn.Module:
         """Compile the model as a whole, where that was asked for."""
         dynamo = self.context.dynamo
         if not self.compiles or dynamo.use_regional_compilation or is_compiled_module(model):
             return model
-        return compile_module(model, **self.compile_options())
+        return compile_module(model, **dynamo.to_kwargs())
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer know of what the strategy does at its steps."""

@@ -134,6 +134,7 @@ def test_the_loader_is_the_one_that_transformers_knows() -> None:
     assert loader.iteration == 3
 
 
-def test_compilers_of_others_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not compile for XLA devices"):
-        Accelerator(dynamo_backend="inductor")
+@pytest.mark.parametrize("backend", ["inductor", "torchxla_trace_once"])
+def test_a_second_compiler_is_refused(backend: str) -> None:
+    with pytest.raises(ValueError, match="XLA compiles every step in any case"):
+        Accelerator(dynamo_backend=backend)
