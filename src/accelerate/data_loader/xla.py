@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,9 +87,9 @@ class MpDeviceLoaderWrapper(_EndsSteps, DataLoaderShard, MpDeviceLoader):  # typ
 
     def _sent_ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches that threads have sent to the device."""
-        relay = _Relay(batches)
+        relay = _Relay(batches, self._place)
         options = {key: value for key, value in self._parallel_loader_kwargs.items() if key != _SHARDING}
-        sender = _Sender(relay, [self.device], send=self._place, **options)
+        sender = _Sender(relay, [self.device], **options)
         try:
             while (batch := sender.next_item(self.device)) is not None:
                 yield batch
@@ -107,21 +107,18 @@ class MpDeviceLoaderWrapper(_EndsSteps, DataLoaderShard, MpDeviceLoader):  # typ
 
 
 class _Sender(ParallelLoader):  # type: ignore[misc]
-    """torch_xla's threads, with this library's way to send a batch."""
-
-    def __init__(self, *args: Any, send: Any, **kwargs: Any) -> None:
-        self._send = send
-        super().__init__(*args, **kwargs)
+    """The threads of torch_xla: one reads, one sends."""
 
     def send_cpu_data_to_device(self, batches: list[Any], device: torch.device) -> list[Any]:
-        return [self._send(batch) for batch in batches]
+        return [self._cpu_loader.send(batch) for batch in batches]
 
 
 class _Relay:
-    """Hands batches to a thread, and keeps the error of one that cannot be read: the thread would swallow it."""
+    """What the threads read and send; it keeps an error of theirs, which would look like the end of the data."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], send: Callable[[Any], Any]) -> None:
         self._batches = batches
+        self._send = send
         self._error: BaseException | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,6 +132,14 @@ class _Relay:
         except BaseException as error:
             self._error = error
             raise StopIteration from error
+
+    def send(self, batch: Any) -> Any:
+        """Put a batch on the device."""
+        try:
+            return self._send(batch)
+        except BaseException as error:
+            self._error = error
+            raise
 
     def raise_error(self) -> None:
         """Raise what was kept."""

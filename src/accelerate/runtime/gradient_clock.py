@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+from accelerate.config import env
 from accelerate.config.plugins.training import GradientAccumulationPlugin
 from accelerate.runtime import current
 
@@ -143,8 +144,8 @@ class GradientState:
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Return whether an XLA step has already reduced the gradients."""
-        return self._is_xla_gradients_synced
+        """Return whether an XLA step has already reduced the gradients; FSDP reduces them by itself."""
+        return self._is_xla_gradients_synced or env.flag("ACCELERATE_USE_FSDP")
 
     @is_xla_gradients_synced.setter
     def is_xla_gradients_synced(self, value: bool) -> None:

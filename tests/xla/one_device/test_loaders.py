@@ -67,6 +67,20 @@ def test_the_error_of_a_sample_ends_the_loop_with_it() -> None:
     assert len(seen) == 4
 
 
+class Stuck:
+    """A batch that cannot be moved."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Stuck:
+        raise RuntimeError("this batch stays")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_error_of_sending_ends_the_loop_with_it(workers: int) -> None:
+    data = DataLoader(Numbers(4), batch_size=2, num_workers=workers, collate_fn=lambda rows: Stuck())
+    with pytest.raises(RuntimeError, match="this batch stays"):
+        list(Accelerator().prepare(data))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_can_be_left_and_begun_again(workers: int) -> None:
     loader = Accelerator().prepare(DataLoader(Numbers(40), batch_size=4, num_workers=workers))

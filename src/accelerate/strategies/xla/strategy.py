@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -69,7 +69,9 @@ class XlaStrategy(Strategy):
                 group["fused"] = False
                 name = type(optimizer).__name__
                 log_once(__name__, f"{name}(fused=True) has no kernels for XLA devices and runs as fused=False.")
-        optimizer.register_step_post_hook(_end_step_outside_of_loops)
+        # One that never called torch's constructor has no hooks: its steps end in loops over prepared loaders alone.
+        with suppress(AttributeError):
+            optimizer.register_step_post_hook(_end_step_outside_of_loops)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         return suspended(model)
