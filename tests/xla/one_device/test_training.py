@@ -11,8 +11,14 @@ from tests.support.xla import Task, compilations, largest_difference, losses_by_
 
 from accelerate import Accelerator
 from accelerate.data_loader import MpDeviceLoaderWrapper
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
+
+
+def test_the_state_says_where_it_is() -> None:
+    state = PartialState()
+    assert (state.distributed_type, state.num_processes, state.device.type) == (DistributedType.XLA, 1, "xla")
+    assert not state.use_distributed
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
