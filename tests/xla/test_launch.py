@@ -147,6 +147,15 @@ def test_one_process_drives_two_devices(tmp_path: Path) -> None:
     )
 
 
+def test_a_function_over_two_devices(tmp_path: Path) -> None:
+    words = ("--tpu", "--main_training_function", "_mp_fn", "train.py", "fail")
+    done = launch(*words, env={**TWO, "XLA_USE_SPMD": "1"}, cwd=tmp_path)
+    (found,) = facts_of(done, code=1)
+    assert (found["name"], found["index"], found["sum"], found["devices"]) == ("train", 0, 4.0, 2)
+    assert done.stderr.endswith("ValueError: broken on purpose\n")
+    assert "worker.py" not in done.stderr
+
+
 def test_an_accelerator_over_two_devices(tmp_path: Path) -> None:
     words = ("--tpu", "--use_parallelism_config", "--parallelism_config_dp_shard_size", "2", "accelerated.py")
     (found,) = facts_of(launch(*words, env=TWO, cwd=tmp_path))

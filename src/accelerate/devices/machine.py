@@ -9,13 +9,14 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices.base import DeviceBackend
 from accelerate.devices.registry import AMD_NODES, APPLE, CPU, VENDORS
-from accelerate.devices.xla import XLA, tpu_chips
+from accelerate.devices.xla import XLA
 
 # A line of a tool's list: "GPU 0: ..." or "0,...", unlike a heading.
 _LISTED = re.compile(r"(?:GPU )?\d")
@@ -24,6 +25,10 @@ _LISTED = re.compile(r"(?:GPU )?\d")
 _TPU_TYPE = "TPU_ACCELERATOR_TYPE"
 _TPUS_OF_TWO_CORES = ("v2-", "v3-")
 
+_PCI_DEVICES = "sys/bus/pci/devices"
+_GOOGLE = "0x1ae0"
+# Of each kind of chip: the cores that are devices of their own.
+_CORES_OF_CHIPS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
 _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_768
@@ -124,6 +129,20 @@ def tpu_cores(environ: Mapping[str, str], root: Path = Path("/")) -> list[int]:
         cores = 2 if environ.get(_TPU_TYPE, "").lower().startswith(_TPUS_OF_TWO_CORES) else 1
         chips = [cores] * _count(XLA, environ, root)
     return chips[: _visible(XLA, len(chips), environ)]
+
+
+@cache
+def tpu_chips(root: Path = Path("/")) -> tuple[int, ...]:
+    """Return the number of cores of each TPU chip that this machine has."""
+    found = []
+    for folder in sorted((root / _PCI_DEVICES).glob("*")):
+        try:
+            vendor, device = ((folder / name).read_text().strip() for name in ("vendor", "device"))
+        except OSError:
+            continue
+        if vendor == _GOOGLE and device in _CORES_OF_CHIPS:
+            found.append(_CORES_OF_CHIPS[device])
+    return tuple(found)
 
 
 def link_variables(machine: Machine) -> dict[str, str]:

@@ -25,24 +25,6 @@ USE_SPMD = "XLA_USE_SPMD"
 """The variable by which one process drives all devices together; `torch_xla.runtime.use_spmd()` sets it too."""
 _BUILT_IN = ("TPU", "CPU")
 _PLUGINS = "torch_xla.plugins"
-_PCI_DEVICES = "sys/bus/pci/devices"
-_GOOGLE = "0x1ae0"
-# Of each kind of chip: the cores that are devices of their own.
-_CORES_OF_CHIPS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
-
-
-@cache
-def tpu_chips(root: Path = Path("/")) -> tuple[int, ...]:
-    """Return the number of cores of each TPU chip that this machine has."""
-    found = []
-    for folder in sorted((root / _PCI_DEVICES).glob("*")):
-        try:
-            vendor, device = ((folder / name).read_text().strip() for name in ("vendor", "device"))
-        except OSError:
-            continue
-        if vendor == _GOOGLE and device in _CORES_OF_CHIPS:
-            found.append(_CORES_OF_CHIPS[device])
-    return tuple(found)
 
 
 def asked_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:
@@ -51,6 +33,8 @@ def asked_kind(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     Raises:
         ConfigurationError: If `PJRT_DEVICE` names something that nothing here knows.
     """
+    from accelerate.devices.machine import tpu_chips  # it reads the table of vendors, in which this file stands
+
     given = environ.get(PJRT_DEVICE)
     if not given:
         return "TPU" if tpu_chips(root) else ""

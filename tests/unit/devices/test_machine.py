@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from accelerate.devices import registry
-from accelerate.devices.machine import SlurmJob, detect, get_free_port, is_port_in_use
+from accelerate.devices.machine import SlurmJob, detect, get_free_port, is_port_in_use, tpu_cores
 
 
 def make(root: Path, *files: str) -> Path:
@@ -99,6 +99,43 @@ def test_every_vendor_is_known_by_its_files(tmp_path: Path, path: str, device: s
     assert found.device_type == device
     vendor = registry.get(device)
     assert (found.label, found.visible_devices_variable) == (vendor.label, vendor.visible_devices_variable)
+
+
+def add_chip(root: Path, place: str, device: str, vendor: str = "0x1ae0") -> None:
+    folder = root / "sys/bus/pci/devices" / place
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(f"{vendor}\n")
+    (folder / "device").write_text(f"{device}\n")
+
+
+@pytest.mark.parametrize(
+    ("device", "cores"), [("0x0027", 2), ("0x005e", 1), ("0x0063", 1), ("0x006f", 1), ("0x0076", 2)]
+)
+def test_a_tpu_is_known_by_its_chips(tmp_path: Path, device: str, cores: int) -> None:
+    for place in ("0000:00:04.0", "0000:00:05.0"):
+        add_chip(tmp_path, place, device)
+    add_chip(tmp_path, "0000:00:06.0", "0x0042")  # a network board of the same maker
+    add_chip(tmp_path, "0000:00:07.0", device, vendor="0x8086")
+    (tmp_path / "sys/bus/pci/devices/0000:00:08.0").mkdir()
+    found = detect({}, root=tmp_path)
+    assert (found.device_type, found.device_count) == ("xla", 2 * cores)
+    assert tpu_cores({}, tmp_path) == [cores] * 2
+    # Device files say no more than the chips do.
+    assert detect({}, root=make(tmp_path, "dev/accel0", "dev/accel1")).device_count == 2 * cores
+    # The variable counts chips.
+    assert tpu_cores({"TPU_VISIBLE_CHIPS": "1"}, tmp_path) == [cores]
+    assert detect({"TPU_VISIBLE_CHIPS": "0"}, root=tmp_path).device_count == cores
+    assert detect({"TPU_VISIBLE_CHIPS": ""}, root=tmp_path).device_type != "xla"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores"), [("", 1), ("v3-8", 2), ("V2-8", 2), ("v5litepod-4", 1), ("v4-8", 1), ("v6e-4", 1)]
+)
+def test_where_the_chips_are_not_listed_their_kind_is_in_a_variable(tmp_path: Path, kind: str, cores: int) -> None:
+    root = make(tmp_path, "dev/accel0", "dev/accel1", "dev/accel2", "dev/accel3")
+    assert tpu_cores({"TPU_ACCELERATOR_TYPE": kind}, root) == [cores] * 4
+    assert detect({"TPU_ACCELERATOR_TYPE": kind}, root=root).device_count == 4 * cores
+    assert tpu_cores({}, tmp_path / "elsewhere") == []
 
 
 def test_slurm_is_read_from_its_variables(tmp_path: Path) -> None:

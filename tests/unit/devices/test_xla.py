@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from accelerate.devices import xla
-from accelerate.devices.xla import XLA, asked_kind, tpu_chips, uses_spmd
+from accelerate.devices.machine import tpu_chips
+from accelerate.devices.xla import XLA, asked_kind, uses_spmd
 
 
 def chip(root: Path, slot: str, vendor: str, device: str) -> None:
@@ -118,7 +119,7 @@ def test_one_process_has_no_ranks(on_tpu: Any) -> None:
 
 def test_a_thread_for_each_device_is_refused(on_tpu: Any) -> None:
     on_tpu(world_size=8, devices=2)
-    with pytest.raises(ValueError, match="2 XLA devices and a thread for each.*XLA_USE_SPMD=1"):
+    with pytest.raises(ValueError, match=r"2 XLA devices and a thread for each.*XLA_USE_SPMD=1"):
         XLA.ranks(0, 1)
 
 

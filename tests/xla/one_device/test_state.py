@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import set_seed, synchronize_rng_state
+from accelerate.utils import load, set_seed, synchronize_rng_state
 
 
 class Dropping(Task):
@@ -63,7 +63,7 @@ def test_files_hold_host_tensors(tmp_path: Path) -> None:
     accelerator.backward(model(torch.ones(2, 8, device=accelerator.device)).sum())
     optimizer.step()
     accelerator.save_state(tmp_path / "state")
-    states = torch.load(tmp_path / "state" / "random_states_0.pkl", weights_only=False)
+    states = load(tmp_path / "state" / "random_states_0.pkl")
     assert isinstance(states["xm_seed"], int)
     moments = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"][0]
     assert moments["exp_avg"].device.type == "cpu"
