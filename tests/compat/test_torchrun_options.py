@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.support.launching import FakeHost
 from torch.distributed.run import config_from_args, get_args_parser
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.imports import is_torch_version
 from accelerate.commands.launch import launch_command_parser
 from accelerate.config.resolve import resolve
 from accelerate.config.run_config import RunConfig
@@ -60,6 +62,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 # What torchrun does by these is done in any case; the launcher says so.
 NOT_NEEDED = {"start_method": ("fork",), "run_path": ()}
+# These came to torchrun after torch 2.9; here they are there with any torch.
+NEWER = {
+    *("duplicate_stdout_filters", "duplicate_stderr_filters", "signals_to_handle", "shutdown_timeout"),
+    "virtual_local_rank",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +88,20 @@ def agent_of(*words: str, machine: Machine = GPUS) -> ElasticOptions:
 
 
 def test_every_option_of_the_installed_torch_is_known_here() -> None:
-    assert set(OPTIONS) - {"help"} == {*TAKEN, *COMMANDS, *NOT_NEEDED}
+    known = {*TAKEN, *COMMANDS, *NOT_NEEDED}
+    assert set(OPTIONS) - {"help"} == (known if is_torch_version(">=", "2.12") else known - (NEWER - set(OPTIONS)))
 
 
-@pytest.mark.parametrize(
-    ("spelling", "name"), [(spelling, name) for name in TAKEN for spelling in OPTIONS[name].option_strings]
-)
+def spellings(name: str) -> Sequence[str]:
+    return OPTIONS[name].option_strings if name in OPTIONS else [f"--{name}", f"--{name.replace('_', '-')}"]
+
+
+@pytest.mark.parametrize(("spelling", "name"), [(spelling, name) for name in TAKEN for spelling in spellings(name)])
 def test_an_option_reaches_the_agent(spelling: str, name: str) -> None:
     words, expected = TAKEN[name]
     # As two words and as one, as torchrun takes it.
     forms = [(spelling, *words)]
-    if OPTIONS[name].nargs != 0 and spelling.startswith("--"):
+    if words and spelling.startswith("--"):
         forms.append((f"{spelling}={words[0]}", *words[1:]))
     for form in forms:
         agent = agent_of(*form)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.support.processes import run_warm_script, script_environment
+from tests.support.processes import run_warm_script, script_environment, without_gloo_notes
 
 from accelerate.commands import launch as launch_program
 from accelerate.config.run_config import OptionSource, Origin, Resolved, RunConfig
@@ -60,6 +60,9 @@ class FakeHost(Host):
     def has_package(self, name: str) -> bool:
         return True
 
+    def tpu_cores(self, environment: Mapping[str, str]) -> list[int]:
+        return []
+
     def port_in_use(self, port: int) -> bool:
         return False
 
@@ -89,7 +92,7 @@ def launch_command(*arguments: str) -> list[str]:
 
 def launch(*arguments: str, env: Mapping[str, str] | None = None, cwd: Any = None) -> subprocess.CompletedProcess[str]:
     """Run `accelerate launch` to its end."""
-    return subprocess.run(
+    done = subprocess.run(
         launch_command(*arguments),
         env=launch_environment(env),
         cwd=cwd,
@@ -98,6 +101,8 @@ def launch(*arguments: str, env: Mapping[str, str] | None = None, cwd: Any = Non
         text=True,
         check=False,
     )
+    done.stdout = without_gloo_notes(done.stdout)
+    return done
 
 
 def facts_of(output: str) -> list[dict[str, object]]:

@@ -61,7 +61,10 @@ _PACKAGES = (
     "triton",
     "torch_xla",
 )
-_PREFIXES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "OMP_", "MASTER_")
+_PREFIXES = (
+    *("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "OMP_", "MASTER_"),
+    *("PJRT_", "XLA_", "TPU_", "CPU_NUM_DEVICES"),
+)
 _SECRET = ("secret", "password", "token", "key")
 
 

@@ -45,7 +45,8 @@ def explain(
     console.print()
     _line(console, "launcher", f"{plan.launcher}, because: {plan.reason}")
     _line(console, "mode", f"{plan.mode}: {_MODES[plan.mode]}")
-    _line(console, "command", shlex.join(plan.argv))
+    for machine, argv in (plan.machines or {"": plan.argv}).items():
+        _line(console, f"command for {machine}" if machine else "command", shlex.join(argv))
     if plan.elastic is not None:
         _print_elastic(console, plan.elastic)
     _line(console, "environment", "")

@@ -235,7 +235,7 @@ def deepspeed_launcher(args: argparse.Namespace) -> None:
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Start a training function on the cores of this TPU machine."""
+    """Start the script on the XLA devices of this machine."""
     args.tpu_cluster = False
     _launch(args, [launch.TPU])
 

@@ -16,6 +16,8 @@ from accelerate.config.run_config import Resolved, RunConfig
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
 _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# What only torch's agent does.
+_OF_THE_AGENT = ("max_restarts", "min_machines", "log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
 _SHARDING_AXES = {MeshAxis.DP_SHARD, MeshAxis.SP}
 
 Rule = Callable[[RunConfig, Mapping[str, str]], None]
@@ -194,8 +196,8 @@ def falls_back_to_cpu(config: RunConfig, environ: Mapping[str, str]) -> str | No
 
 
 def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Ask for an engine under the axes that shard; the others need none."""
-    if not config["use_parallelism_config"] or config["use_deepspeed"]:
+    """Ask for an engine under the axes that shard; the others need none, and XLA devices share out by themselves."""
+    if not config["use_parallelism_config"] or config["use_deepspeed"] or config["tpu"]:
         return
     if config["use_fsdp"] and config["fsdp_version"] == 2:
         return
@@ -221,6 +223,11 @@ def _loading(config: RunConfig, environ: Mapping[str, str]) -> None:
         )
 
 
+def _xla_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
+    if config["tpu"]:
+        check_tpu(config)
+
+
 _RULES: tuple[Rule, ...] = (
     _one_paradigm,
     _counts,
@@ -232,6 +239,7 @@ _RULES: tuple[Rule, ...] = (
     _axes,
     _loading,
     _binding,
+    _xla_devices,
 )
 
 
@@ -261,6 +269,8 @@ def check_script(config: RunConfig, find_program: Callable[[str], str | None]) -
             f"--module and --no_python were both given for {script!r}: one runs a Python module, the other a program. "
             "Leave one of them out."
         )
+    if config["tpu"] and config["tpu_cluster"]:
+        return  # it is on the machines of the pod, which look for it
     if config["no_python"] and find_program(script) is None:
         raise ConfigurationError(
             f"The program {script!r} is not on the PATH or cannot be executed, and --no_python runs it as it is. "
@@ -359,17 +369,46 @@ def port_in_use(config: RunConfig, port: int) -> ConfigurationError:
 
 
 def check_tpu(config: RunConfig) -> None:
-    """Refuse what a TPU machine or pod cannot run."""
-    if config["no_python"]:
+    """Refuse what no run on XLA devices can have."""
+    if config["mixed_precision"] in ("fp16", "fp8"):
         raise ConfigurationError(
-            f"--no_python was given with a TPU, where {config['training_script']!r} is loaded as a Python module. "
-            "Leave --no_python out."
+            f"{_with_origin(config, 'mixed_precision')} with a TPU: XLA devices train in bfloat16 and have neither a scaler "
+            "for float16 nor fp8. Write --mixed_precision bf16, or leave it out."
         )
-    if config["tpu_cluster"] and not config["vm"] and not config["tpu_name"]:
+    if int(config["num_machines"] or 1) > 1:
         raise ConfigurationError(
-            "tpu_cluster was asked for and neither the pod nor its machines are named. "
+            f"{_with_origin(config, 'num_machines')} with a TPU, whose machines know of each other by themselves. Leave "
+            "--num_machines out, and add --tpu_cluster to start the script on all of them from here."
+        )
+    for name in _OF_THE_AGENT:
+        if config.is_typed(name) and config[name] not in (0, "0"):
+            raise ConfigurationError(
+                f"{_with_origin(config, name)} is about torch's agent, which does not start the processes of a TPU. "
+                f"Leave --{name} out."
+            )
+
+
+def check_tpu_pod(config: RunConfig) -> None:
+    """Refuse a pod without a name, and variables for it that are none."""
+    if not config["vm"] and not config["tpu_name"]:
+        raise ConfigurationError(
+            f"{_with_origin(config, 'tpu_cluster')} and neither the pod nor its machines are named. "
             "Add --vm once for each machine, or tpu_name to the configuration file."
         )
+    for entry in map(str, config["env"] or ()):
+        if not entry.partition("=")[0].isidentifier() or "=" not in entry:
+            raise ConfigurationError(
+                f"env={entry!r} ({config.origin('env')}) is no variable for the machines of the pod. "
+                "Write --env NAME=value."
+            )
+
+
+def no_gcloud() -> ConfigurationError:
+    """Return the error for a pod that cannot be reached."""
+    return ConfigurationError(
+        "The program 'gcloud' is not on the PATH, and it is what reaches the machines of a TPU pod. Install the Google "
+        "Cloud CLI, or run `accelerate launch --tpu --no_tpu_cluster` on each machine."
+    )
 
 
 def check_deepspeed_filters(config: RunConfig) -> None:

@@ -35,7 +35,8 @@ _ENGINES = {
     DistributedType.DEEPSPEED.value: "DeepSpeed: ZeRO",
     DistributedType.MEGATRON_LM.value: "Megatron-LM",
 }
-_CORES_OF_A_TPU = 8
+# Of most TPUs of one machine, where the questions are answered elsewhere.
+_DEVICES_OF_A_TPU = 8
 # A name is one question, a section those of all its options.
 _ORDER: tuple[str | type[LaunchSection], ...] = (
     KIND,
@@ -53,6 +54,8 @@ _ORDER: tuple[str | type[LaunchSection], ...] = (
     "main_process_port",
     "rdzv_backend",
     "gpu_ids",
+    # Every machine of a pod starts as many processes as it has devices.
+    "tpu_cluster",
     "num_processes",
     "enable_cpu_affinity",
     "debug",
@@ -308,7 +311,7 @@ def _detected(name: str, machine: Machine, answers: Mapping[str, Any], usual: An
 def _processes(machine: Machine, answers: Mapping[str, Any]) -> int:
     """Suggest a process for each accelerator; on CPUs the fewest that are several."""
     if answers["tpu"]:
-        return _CORES_OF_A_TPU
+        return machine.device_count if machine.device_type == "xla" else _DEVICES_OF_A_TPU
     machines = int(answers["num_machines"])
     chosen = [entry for entry in str(answers["gpu_ids"]).split(",") if entry.strip().isdecimal()]
     local = 0 if answers["cpu"] else len(chosen) or machine.device_count

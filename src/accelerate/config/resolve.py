@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PARADIGMS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 _OTHER_HARDWARE = ("multi_gpu", "tpu")
+# The device type whose processes torch_xla starts.
+_XLA = "xla"
 _TORCHRUN = ("nnodes", "nproc_per_node", "rdzv_endpoint", "standalone")
 
 
@@ -195,8 +197,12 @@ def _idle_note(option: LaunchOption, values: Mapping[str, Resolved]) -> str:
 
 def _fill(values: dict[str, Resolved], machine: Machine) -> None:
     """Fill in what nobody said from what the machine has."""
-    if values["tpu"].value and values["num_processes"].value is None:
-        values["num_processes"] = Resolved(None, Origin(OptionSource.DETECTED, "as many as the TPU has cores"))
+    if machine.device_type == _XLA and not any(values[name].value for name in PARADIGMS):
+        values["tpu"] = Resolved(True, Origin(OptionSource.DETECTED, f"{machine.device_count} of type {_XLA}"))
+    if values["tpu"].value:
+        if values["num_processes"].value is None:
+            reason = "a process for each device, or one for all (SPMD)"
+            values["num_processes"] = Resolved(None, Origin(OptionSource.DETECTED, reason))
         return
     on_cpu = bool(values["cpu"].value) or not machine.has_accelerator
     chosen = values["gpu_ids"].value or "all"

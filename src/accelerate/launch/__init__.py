@@ -88,6 +88,8 @@ def run(plan: LaunchPlan, *, in_place: bool = False) -> int:
 
     with processes.launch_folder(plan.files) as folder:
         argv, environment = plan.in_folder(folder)
+        if plan.machines:
+            return processes.run_machines(plan)
         if plan.elastic is not None:
             return _run_elastic(argv, environment, plan.elastic, folder, quiet=plan.quiet)
         return processes.run_command(plan, argv, environment, folder)

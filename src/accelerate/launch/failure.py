@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ _LOST_A_PEER = (
 _SECONDS_TO_NOTICE = 2.0
 _CGROUPS = Path("/sys/fs/cgroup")
 _LOG_BYTES = 1 << 20
+# Beside the record of a failure: who the process is, and how whoever started it saw it end.
+PROCESS_FILE = "process.json"
+EXIT_CODE_FILE = "exit_code"
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,23 @@ def read_record(path: Path) -> tuple[float | None, str]:
         own = str(Path(__file__).with_name("worker.py"))
         text = "\n".join(line for line in fault.read_text(errors="replace").splitlines() if own not in line)
     return moment, text
+
+
+def read_failures(folder: Path) -> tuple[list[Failure], int]:
+    """Return the failures that processes left in their folders, named by rank, and the number of processes of the run."""
+    places = [entry for entry in folder.iterdir() if entry.name.isdecimal()] if folder.is_dir() else []
+    failures, world_size = [], len(places)
+    for place in places:
+        file, ended, record = (place / name for name in (PROCESS_FILE, EXIT_CODE_FILE, "error.json"))
+        facts = json.loads(file.read_text()) if file.exists() else {}
+        world_size = max(world_size, facts.get("world_size", 0))
+        if not ended.exists() and not record.exists():
+            continue
+        moment, text = read_record(record)
+        rank, code = int(place.name), int(ended.read_text()) if ended.exists() else 1
+        local_rank, pid = facts.get("local_rank", rank), facts.get("pid", 0)
+        failures.append(Failure(rank, local_rank, pid, code, moment or time.time(), text))
+    return failures, world_size
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accelerate.config import conflicts, env
-from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables
+from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables, tpu_cores
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
@@ -47,6 +47,10 @@ class Host:
         from importlib.util import find_spec
 
         return find_spec(name) is not None
+
+    def tpu_cores(self, environment: Mapping[str, str]) -> list[int]:
+        """Return the cores of each TPU chip that a process with these variables would see."""
+        return tpu_cores(environment)
 
     def port_in_use(self, port: int) -> bool:
         """Say whether something listens on a port of this machine."""

@@ -11,15 +11,21 @@ from accelerate._base.helpers import Choice
 from accelerate.config import conflicts
 from accelerate.launch.elastic import processes_per_machine
 from accelerate.launch.host import DEFAULT_PORT, Host, Rendezvous, local_rendezvous
-from accelerate.launch.plan import FILES, Launcher, LaunchPlan, recorded_command, script_command, worker_environment
+from accelerate.launch.plan import (
+    FAILURE_FOLDER,
+    FILES,
+    Launcher,
+    LaunchPlan,
+    recorded_command,
+    script_command,
+    worker_environment,
+)
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
-# Names the folder where workers of this machine leave the record of a failure.
-_FAILURE_FOLDER = "ACCELERATE_FAILURE_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
     values |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.fixed_port(host))}
     if not several:
         # A folder for records means something on this machine alone.
-        values[_FAILURE_FOLDER] = f"{FILES}/failures"
+        values[FAILURE_FOLDER] = f"{FILES}/failures"
     placement = tuple(word.replace("{}", str(local)) for word in family.per_node)
     argv = mpirun_command(program, family, int(config["num_processes"] or 1), path, placement, values)
     command = (*argv, *recorded_command(config, host))

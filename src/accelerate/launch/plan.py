@@ -27,6 +27,8 @@ FILES = "@accelerate-files@"
 WORKER = Path(__file__).with_name("worker.py")
 # The address of the first process depends on the launcher, the threads on how many processes share this machine.
 _SET_BY_LAUNCHER = frozenset({"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
+# Names the folder where workers of this machine leave the record of a failure.
+FAILURE_FOLDER = "ACCELERATE_FAILURE_FOLDER"
 # Says to DeepSpeed what it computes on.
 DEEPSPEED_DEVICE = "DS_ACCELERATOR"
 
@@ -75,6 +77,8 @@ class LaunchPlan:
             torch's elastic agent, `spawn_command` starts another launcher and waits for it.
         environment: Variables that are set on top of those of this process.
         files: Names and contents of files that the command needs; `FILES` in the command stands for their folder.
+        machines: Commands that run at the same time, by the name of the machine that each is for; `argv` is the first.
+            Empty for a single command.
         seconds_to_end: How long a command may take to end when it is told to.
         launcher: Who made the plan.
         reason: Why this launcher was chosen.
@@ -87,6 +91,7 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     elastic: ElasticOptions | None = None
     files: Mapping[str, str] = field(default_factory=dict)
+    machines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     seconds_to_end: float = SECONDS_TO_END
     launcher: str = ""
     reason: str = ""

@@ -1,4 +1,4 @@
-"""Run processes below the launcher: start a command, hand signals on, report its failure, leave no process behind."""
+"""Run processes below the launcher: start commands, hand signals on, report a failure, leave no process behind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import psutil
 
 from accelerate._base.constants import PREEMPTED_EXIT_CODE, PREEMPTED_FILE, STOP_FOLDER
 from accelerate.config import conflicts, env
-from accelerate.launch.failure import Failure, OutOfMemoryKills, read_record, report
+from accelerate.launch.failure import OutOfMemoryKills, read_failures, report
 from accelerate.launch.plan import LaunchPlan
 
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
@@ -26,6 +27,7 @@ _NOTICE = getattr(signal, "SIGUSR1", None)
 # A worker that waits inside a collective never sees Ctrl-C; after this time it is told in a way it cannot miss.
 _SECONDS_AFTER_INTERRUPT = 5.0
 _SECONDS_AFTER_TERMINATE = 3.0
+_SECONDS_BETWEEN_LOOKS = 0.1
 
 
 # --- children ---------------------------------------------------------------------------------------------------------
@@ -245,14 +247,89 @@ def _wait(argv: tuple[str, ...], environment: dict[str, str], shutdown: Shutdown
 
 def _report_command(plan: LaunchPlan, code: int, records: Path, memory: OutOfMemoryKills) -> None:
     """Report the first worker that left a record, else the command that failed."""
-    failures = []
-    for path in records.glob("*/error.json"):
-        moment, text = read_record(path)
-        rank = int(path.parent.name)
-        failures.append(Failure(rank, rank, 0, 1, moment or time.time(), text))
+    failures, world_size = read_failures(records)
     if failures:
-        world_size = sum(1 for _ in records.iterdir())
         sys.stderr.write(report(failures, world_size, memory, quiet=plan.quiet))
     elif plan.mode == "spawn_command":
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         sys.stderr.write(f"\n{plan.launcher}: `{plan.argv[0]}` ended with {how}; its own lines above say why.\n")
+
+
+# --- commands of several machines -------------------------------------------------------------------------------------
+
+
+def run_machines(plan: LaunchPlan) -> int:
+    """Start the commands of a plan's machines at the same time, wait for them, and return the exit code of the run.
+
+    The first one that fails ends the others. Every line says which machine it is from.
+
+    Raises:
+        ConfigurationError: A program cannot be started.
+    """
+    shutdown = Shutdown(plan.seconds_to_end)
+    with shutdown.handlers(lambda number: _ShutdownRequested()):
+        failed = _wait_for_machines(plan, shutdown)
+    if shutdown.exit_code is not None:
+        return shutdown.exit_code
+    if failed is None:
+        return 0
+    name, code = failed
+    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    others = "; the others were ended" if len(plan.machines) > 1 else ""
+    sys.stderr.write(f"\n{plan.launcher}: {name!r} ended with {how}{others}. The lines of [{name}] say why.\n")
+    return code if code > 0 else 128 - code
+
+
+def _wait_for_machines(plan: LaunchPlan, shutdown: Shutdown) -> tuple[str, int] | None:
+    """Return the machine that failed first, with its code."""
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    copies: list[threading.Thread] = []
+    environment = {**env.items(), **plan.environment}
+    try:
+        for name, argv in plan.machines.items():
+            running[name] = _start_labelled(name, argv, environment, copies)
+        while True:
+            codes = {name: process.poll() for name, process in running.items()}
+            failed = next(((name, code) for name, code in codes.items() if code), None)
+            if failed is not None or None not in codes.values():
+                return failed
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    except _ShutdownRequested:
+        for process in running.values():
+            process.send_signal(shutdown.signal or signal.SIGTERM)
+        for process in running.values():
+            process.wait()
+        return None
+    finally:
+        _end_children()
+        for copy in copies:
+            copy.join(timeout=_SECONDS_AFTER_TERMINATE)
+
+
+def _start_labelled(
+    name: str, argv: tuple[str, ...], environment: dict[str, str], copies: list[threading.Thread]
+) -> subprocess.Popen[bytes]:
+    """Start a command, and threads that pass its lines on with a name before them."""
+    try:
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    except OSError as error:
+        raise conflicts.cannot_start(argv[0], error) from error
+    for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        assert source is not None
+        copy = threading.Thread(target=_copy_lines, args=(name, source, target), daemon=True)
+        copy.start()
+        copies.append(copy)
+    return process
+
+
+def _copy_lines(name: str, source: IO[bytes], target: IO[str]) -> None:
+    for line in source:
+        target.write(f"[{name}] {line.decode(errors='replace').rstrip()}\n")
+        target.flush()

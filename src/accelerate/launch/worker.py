@@ -1,9 +1,10 @@
 """Run the user's script in a worker as the interpreter would, and leave a record of how it failed.
 
 Started as a file, `worker.py script|module NAME ARGUMENTS...`, with nothing of the library on the way to the script:
-`sys.argv`, `sys.path[0]`, `__main__` and the traceback are those of `python NAME ARGUMENTS...`. On a TPU machine
-`worker.py xla COUNT FUNCTION script|module NAME ARGUMENTS...` runs a function of the script on every core. With `program`
-a program takes the place of the worker; `encoded TEXT` holds all of this, and variables, where a shell is on the way.
+`sys.argv`, `sys.path[0]`, `__main__` and the traceback are those of `python NAME ARGUMENTS...`. With XLA devices
+`worker.py xla 1|all|spmd FUNCTION script|module NAME ARGUMENTS...` does this in one process, in a process for each device,
+or in one that drives all devices; where FUNCTION is not `__main__`, it imports the script and calls that function. With `program` a program takes the place
+of the worker; `encoded TEXT` holds all of this, and variables, where a shell is on the way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 # What only a failure needs is imported there: every worker of every run waits for what stands here.
@@ -21,7 +23,7 @@ from pathlib import Path
 def main(arguments: list[str]) -> None:
     """Run a script or module and record its failure in the file that the agent named."""
     if arguments[0] == "xla":
-        _spawn_on_cores(*arguments[1:])
+        _run_on_xla(*arguments[1:])
         return
     if arguments[0] == "encoded":
         arguments = _decode(arguments[1])
@@ -30,12 +32,21 @@ def main(arguments: list[str]) -> None:
     kind, name, *rest = arguments
     _set_arguments(kind, name, rest)
     record = _record_path()
-    _end_with_launcher()
+    end_with_parent()
+    run_recorded(lambda: _run_module(name) if kind == "module" else _run_script(name), record)
+
+
+def run_recorded(function: Callable[[], object], record: Path | None) -> None:
+    """Call a function; where it fails, leave a record, show the traceback as the interpreter does, and exit.
+
+    Args:
+        record: Where the record goes; None for nowhere.
+    """
     if record is not None:
         # Kept open for the life of the process: the handler writes into it when the process can no longer open one.
         faulthandler.enable(file=record.with_name("fault.txt").open("w"))
     try:
-        _run_module(name) if kind == "module" else _run_script(name)
+        function()
     except SystemExit as error:
         if _stops_for_now(error.code):
             sys.exit(0)
@@ -70,21 +81,22 @@ def _set_arguments(kind: str, name: str, rest: list[str]) -> None:
         sys.path[0] = str(Path(name).resolve().parent if kind == "script" else Path.cwd())
 
 
-def _run_script(path: str) -> None:
+def _run_script(path: str, module_name: str = "__main__") -> types.ModuleType | None:
     if Path(path).is_dir() or path.endswith((".zip", ".pyz", ".pyc")):
         import runpy
 
-        runpy.run_path(path, run_name="__main__")
-        return
+        runpy.run_path(path, run_name=module_name)
+        return None
     # A module that stays: functions pickled by name and exit handlers look for it in sys.modules until the end.
     file = str(Path(path).absolute())
-    module = types.ModuleType("__main__")
+    module = types.ModuleType(module_name)
     module.__file__ = file
     module.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = module
+    sys.modules[module_name] = module
     with io.open_code(file) as stream:
         code = compile(stream.read(), file, "exec", dont_inherit=True)
     exec(code, module.__dict__)  # noqa: S102 - this is what running a script means
+    return module
 
 
 def _run_module(name: str) -> None:
@@ -93,28 +105,85 @@ def _run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _spawn_on_cores(count: str, function: str, kind: str, name: str, *rest: str) -> None:
-    """Import the script as a module, as each core will, and run its training function on every core."""
-    import importlib
+# --- XLA devices ------------------------------------------------------------------------------------------------------
 
+
+class ScriptOnDevice:
+    """What torch_xla calls in a process of a device: the script as `__main__`, or a function of it.
+
+    Args:
+        function: The function, or `__main__` for the script.
+        kind: Whether `name` is a script or a module.
+        rest: The arguments of the script.
+    """
+
+    def __init__(self, function: str, kind: str, name: str, rest: tuple[str, ...]) -> None:
+        self.function = function
+        self.kind = kind
+        self.name = name
+        self.rest = rest
+
+    def __call__(self, index: int) -> None:
+        """Run it as the process with this index."""
+        _set_arguments(self.kind, self.name, list(self.rest))
+        if self.function == "__main__":
+            _run_module(self.name) if self.kind == "module" else _run_script(self.name)
+            return
+        target = getattr(self._imported(), self.function)
+        target(index) if _takes_index(target) else target()
+
+    def _imported(self) -> object:
+        if self.kind == "module":
+            import importlib
+
+            return importlib.import_module(self.name)
+        name = Path(self.name).stem
+        # The name by which Python's own processes import a script stands in for one that is no name, or is taken.
+        return _run_script(self.name, name if name.isidentifier() and name not in sys.modules else "__mp_main__")
+
+
+def _takes_index(function: Callable[..., object]) -> bool:
+    """Say whether a function cannot be called without an argument."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of one that is not written in Python
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(entry.kind in positional and entry.default is entry.empty for entry in parameters)
+
+
+def _run_on_xla(count: str, function: str, kind: str, name: str, *rest: str) -> None:
+    """Run the script in this process, on one device or on all, or in a process for each device."""
     _set_arguments(kind, name, list(rest))
-    module = importlib.import_module(Path(name).stem if kind == "script" else name)
-    if not hasattr(module, function):
-        sys.exit(
-            f"{name} has no function {function!r} to run on the TPU. Define it, or name another one with "
-            "--main_training_function."
-        )
-    target = getattr(module, function)
+    # By its full name: a process that torch_xla starts imports it from there.
+    from accelerate.launch.worker import ScriptOnDevice as Importable
 
-    def call(index: int, *_: object) -> None:
-        target()
+    script = Importable(function, kind, name, rest)
+    if count != "all":
+        import importlib
 
-    # The current runtime takes one core or all of them; another number is its own error to explain.
-    importlib.import_module("torch_xla").launch(call, debug_single_process=int(count) == 1)
+        def run(index: int) -> None:
+            run_recorded(lambda: script(index), None)
+
+        if count == "spmd":
+            run(importlib.import_module("torch_xla.runtime").process_index())
+        else:
+            importlib.import_module("torch_xla").launch(run, debug_single_process=True)
+        return
+    from accelerate.config import env
+    from accelerate.launch import xla_processes
+
+    named = env.get("ACCELERATE_FAILURE_FOLDER")
+    if named is not None:
+        end_with_parent()
+    with xla_processes.record_folder(named) as folder:
+        sys.exit(xla_processes.run_on_all_devices(script, folder))
 
 
-def _end_with_launcher() -> None:
-    """Ask the kernel for SIGTERM when the launcher dies without ending its workers; Linux only."""
+def end_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the process that started this one dies without ending it; Linux only."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -164,7 +233,7 @@ def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackTyp
     """Return the frames of the script; none where a file cannot be opened or a module is not there."""
     import runpy
 
-    own = (__file__, runpy.__file__, "<frozen runpy>")
+    own = (__file__, str(Path(__file__).with_name("xla_processes.py")), runpy.__file__, "<frozen runpy>")
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename in own:
         rest = rest.tb_next

@@ -22,15 +22,15 @@ from torch.multiprocessing.spawn import start_processes
 from accelerate._base.enums import PrecisionType
 from accelerate._base.errors import AccelerateError, ConfigurationError, UsageError, WrongTypeError
 from accelerate._base.helpers import Choice
-from accelerate._base.imports import require
 from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.devices.machine import Machine, detect, get_free_port, is_port_in_use
 from accelerate.launch.failure import Failure, OutOfMemoryKills, first_failure, read_record, report
-from accelerate.launch.host import rank_config
+from accelerate.launch.host import Host, rank_config
 from accelerate.launch.plan import ElasticOptions
+from accelerate.launchers import tpu
 from accelerate.runtime import current
 from accelerate.state import PartialState
 
@@ -137,13 +137,15 @@ def notebook_launcher(
 ) -> Any:
     """Run a function on several processes from a notebook.
 
-    One process runs in the notebook itself. With `ACCELERATE_DEBUG_MODE` set, processes that do nothing are started
+    One process runs in the notebook itself. On a machine with a TPU, or where `PJRT_DEVICE` names another XLA device,
+    the function runs in a process for each device, and with `XLA_USE_SPMD=1` in the notebook, which then drives all
+    devices together. With `ACCELERATE_DEBUG_MODE` set, processes that do nothing are started
     first, so that a notebook that cannot start any says so before the training begins.
 
     Args:
         function: The function; each process runs it. It makes its own `Accelerator`.
         args: Its arguments, in a tuple: `(value,)` for one.
-        num_processes: How many processes to start on this machine.
+        num_processes: How many processes to start on this machine; on XLA devices 1, or all where it is not given.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`, for an `Accelerator` that is not told.
         use_port: The port at which the processes meet. On one machine a free one takes the place of a busy one; `"0"`
             always takes a free one.
@@ -186,8 +188,9 @@ def notebook_launcher(
     precision = _checked_precision(mixed_precision)
     # A notebook of Colab or Kaggle has the hardware of one machine.
     hosted = "google.colab" in sys.modules or any(name.startswith("KAGGLE_") for name in env.items())
-    if hosted and machine.device_type == "xla":
-        return _run_on_tpu(function, args, precision)
+    if tpu.computes_on_xla(machine):
+        _check_one_machine(num_nodes, max_restarts)
+        return _run_on_tpu(function, args, num_processes, precision)
     if num_processes is None and hosted and machine.device_count < 2:
         num_processes = 1
     if num_processes is None:
@@ -248,6 +251,15 @@ def _check_positive(num_processes: int) -> None:
         raise ConfigurationError(f"num_processes={num_processes!r} starts nothing. Write 1 or more.")
 
 
+def _check_one_machine(num_nodes: int, max_restarts: int) -> None:
+    for name, value, usual in (("num_nodes", num_nodes, 1), ("max_restarts", max_restarts, 0)):
+        if value != usual:
+            raise ConfigurationError(
+                f"{name}={value!r} is about torch's agent, and processes on XLA devices are started by torch_xla, once and "
+                f"on this machine. Leave {name} out."
+            )
+
+
 def _checked_precision(mixed_precision: str) -> str:
     try:
         return str(PrecisionType(mixed_precision.lower()).value)
@@ -288,8 +300,8 @@ def _choose_start_method(machine: Machine) -> Choice[str]:
     return Choice("fork", "functions of the notebook are in a forked process at once")
 
 
-def _check_preconditions(machine: Machine, start_method: Choice[str], function: Callable[..., Any]) -> None:
-    """Refuse to start from a process whose state the others would inherit, or that has used the accelerator."""
+def _check_no_state() -> None:
+    """Refuse to start from a process whose state the others would inherit."""
     if current.PARTIAL or current.ACCELERATOR:
         place = current.made_at()
         where = f" by {place}" if place is not None else ""
@@ -303,6 +315,11 @@ def _check_preconditions(machine: Machine, start_method: Choice[str], function: 
             f"torch.distributed has a process group ({dist.get_backend()}) in the process that is to start the others, "
             "which would inherit it. Remove the call of `init_process_group`, or call `destroy_process_group()` first."
         )
+
+
+def _check_preconditions(machine: Machine, start_method: Choice[str], function: Callable[..., Any]) -> None:
+    """Refuse to start from a process whose state the others would inherit, or that has used the accelerator."""
+    _check_no_state()
     if start_method.value == "spawn":
         if getattr(function, "__module__", None) == "__main__":
             raise ConfigurationError(
@@ -425,7 +442,26 @@ def _failures(known: dict[int, Any], folder: Path) -> list[Failure]:
     return list(found.values())
 
 
-def _run_on_tpu(function: Callable[..., Any], args: tuple[Any, ...], precision: str) -> None:
-    xla: Any = require("torch_xla", why="a notebook with a TPU starts its processes through it")
-    with env.patch_environment(accelerate_mixed_precision=precision, fork_launched="1"):
-        xla.launch(lambda index: function(*args), start_method="fork")
+def _run_on_tpu(function: Callable[..., Any], args: tuple[Any, ...], num_processes: int | None, precision: str) -> Any:
+    if num_processes is not None:
+        _check_positive(num_processes)
+    host = Host()
+    way = tpu.choose_way(host, num_processes, precision)
+    variables = {"accelerate_mixed_precision": precision, "mixed_precision": precision}
+    torch_xla = tpu.load(host)
+    if way.value == "together":
+        tpu.drive_all_devices(torch_xla, way.reason)
+    if way.value != "processes":
+        with env.patch_environment(**variables):
+            return function(*args)
+    _check_no_state()
+    tpu.check_can_fork(torch_xla)
+    variables["fork_launched"] = "1"
+    trials = [(test_launch, ())] if env.flag("ACCELERATE_DEBUG_MODE") else []
+    results: list[Any] = []
+    for target, values in [*trials, (function, args)]:
+        worker = FunctionWorker(target, values, variables, forked=True, sends_result=True)
+        results, failure, text = tpu.run_processes(worker)
+        if failure is not None:
+            raise ProcessFailedError(text, failure.rank, failure.exit_code)
+    return results if any(result is not None for result in results) else None

@@ -15,6 +15,7 @@ from accelerate.utils.offload import *
 from accelerate.utils.operations import *
 from accelerate.utils.other import *
 from accelerate.utils.random import *
+from accelerate.utils.torch_xla import *
 from accelerate.utils.tqdm import tqdm as tqdm
 from accelerate.utils.transformer_engine import *
 from accelerate.utils.versions import *

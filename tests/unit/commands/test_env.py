@@ -43,6 +43,12 @@ def test_json_holds_versions_hardware_and_configuration(config: Path) -> None:
     assert facts["variables"]["ACCELERATE_HUB_TOKEN"] == "***"
 
 
+def test_what_decides_about_xla_devices_is_shown() -> None:
+    variables = {"PJRT_DEVICE": "CPU", "XLA_USE_SPMD": "1", "CPU_NUM_DEVICES": "2", "TPU_VISIBLE_CHIPS": "0"}
+    facts = json.loads(run("--json", env=variables).stdout)
+    assert {name: facts["variables"].get(name) for name in variables} == variables
+
+
 def test_torch_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
     done = run(env={"PYTHONPATH": f"{tmp_path}:{launch_environment()['PYTHONPATH']}"})

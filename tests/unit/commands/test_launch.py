@@ -13,6 +13,7 @@ from tests.support.launching import launch_environment
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.commands import launch
+from accelerate.launch.host import Host
 
 pytestmark = pytest.mark.usefixtures("empty_script")
 
@@ -39,8 +40,34 @@ def parsed(*words: str) -> argparse.Namespace:
             ],
             ["launcher: deepspeed", "-m deepspeed.launcher.runner", "file hostfile", "  ACCELERATE_USE_DEEPSPEED=true"],
         ),
-        (launch.tpu_launcher, ["--tpu"], ["launcher: TPU", "worker.py xla"]),
-        (launch.tpu_pod_launcher, ["--tpu", "--vm", "a"], ["launcher: TPU", "xla_dist --vm a"]),
+        (
+            launch.tpu_launcher,
+            ["--tpu", "--tpu_cluster", "--mixed_precision", "bf16"],
+            [
+                "launcher: TPU, because: tpu=True (flag --tpu)",
+                "worker.py xla 1 __main__ script train",
+                "  ACCELERATE_MIXED_PRECISION=bf16",
+            ],
+        ),
+        (
+            launch.tpu_launcher,
+            ["--tpu", "--use_parallelism_config"],
+            ["python train.py --lr 1", "  XLA_USE_SPMD=1", "note: One process drives all XLA devices"],
+        ),
+        (
+            launch.tpu_pod_launcher,
+            ["--tpu", "--vm", "a"],
+            [
+                "launcher: TPU",
+                "command: gcloud compute tpus tpu-vm ssh a --worker all --command 'cd ",
+                "note: gcloud starts",
+            ],
+        ),
+        (
+            launch.tpu_pod_launcher,
+            ["--tpu", "--vm", "a", "--vm", "b"],
+            ["command for a: gcloud", "command for b: gcloud"],
+        ),
     ],
 )
 def test_each_launcher_by_its_own_function(
@@ -48,11 +75,41 @@ def test_each_launcher_by_its_own_function(
     words: list[str],
     shown: list[str],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if "--tpu" in words:
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+        monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "zone-a")
+        monkeypatch.setattr(Host, "has_package", lambda host, name: True)
+        monkeypatch.setattr(Host, "find_program", lambda host, name: name)
     function(parsed("--explain", *words))
     told = capsys.readouterr().out
     assert [text for text in shown if text.lower() not in told.lower()] == [], told
     assert told.endswith("Nothing was started.\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--num_processes", "2"], "this machine has 1 XLA device"),
+        (["--mixed_precision", "fp8"], "XLA devices train in bfloat16"),
+        (["--main_training_function", "fit"], "'train.py' has no such function"),
+        (["--tpu_cluster"], "neither the pod nor its machines are named"),
+    ],
+)
+def test_an_explanation_refuses_as_the_launch_does(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(Host, "has_package", lambda host, name: True)
+    for more in ([], ["--explain"]):
+        with pytest.raises(ConfigurationError, match=told):
+            launch.launch_command(parsed("--tpu", *words, *more))
+    monkeypatch.setattr(Host, "has_package", lambda host, name: False)
+    with pytest.raises(
+        ConfigurationError, match=r"torch_xla, which is not installed. Install it with `pip install torch_xla`"
+    ):
+        launch.launch_command(parsed("--tpu", "--explain"))
 
 
 def test_notes_are_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.parts import by_position
-from accelerate.checkpointing.sharded import WholeTensors, read_whole, without_group_warning
+from accelerate.checkpointing.sharded import WholeTensors, read_whole, without_warnings_of_torch
 from accelerate.commands import accelerate_cli, merge
 from accelerate.utils import merge_fsdp_weights
 
@@ -27,7 +27,7 @@ WEIGHTS = {
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
-    with without_group_warning():
+    with without_warnings_of_torch():
         save({"model": dict(WEIGHTS)}, storage_writer=FileSystemWriter(folder / "pytorch_model_fsdp_0"), no_dist=True)
         state = {"state": {"layer.weight": {"step": torch.tensor(3.0)}}, "param_groups": [{"params": ["layer.weight"]}]}
         save({"optimizer": state}, storage_writer=FileSystemWriter(folder / "optimizer_0"), no_dist=True)
@@ -67,7 +67,7 @@ def test_what_is_no_shards_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match="SHARDED_STATE_DICT"):
         merge_fsdp_weights(tmp_path / "empty", tmp_path)
-    with without_group_warning():
+    with without_warnings_of_torch():
         save(
             {"model": dict(WEIGHTS)}, storage_writer=FileSystemWriter(checkpoint / "pytorch_model_fsdp_1"), no_dist=True
         )

@@ -63,6 +63,7 @@ WAYS: list[tuple[Machine, dict[str, Any], set[str]]] = [
     (PLAIN, {"distributed_type": "MULTI_CPU", "num_machines": 2, "mpirun_hostfile": "hosts"}, {"mpirun_hostfile"}),
     (PLAIN, {"distributed_type": "MULTI_CPU", "engine": "FSDP"}, {"fsdp_version"}),
     (PLAIN, {"distributed_type": "XLA", "tpu_cluster": True, "mixed_precision": "bf16"}, {"tpu_name", "downcast_bf16"}),
+    (PLAIN, {"distributed_type": "XLA"}, {"num_processes", "tpu_cluster", "main_training_function"}),
     (FOUR, {}, {"gpu_ids", "num_processes"}),
     (FOUR, {"engine": "FSDP", "fsdp_version": 1}, {"fsdp_sharding_strategy", "fsdp_backward_prefetch"}),
     (FOUR, {"engine": "FSDP", "use_parallelism_config": True}, {"parallelism_config_cp_size"}),
@@ -93,6 +94,15 @@ def test_every_way_writes_what_a_launch_reads(
         # An answer that says "none" is left out of the file, and read as none.
         if name in config and value is not None:
             assert config[name] == value, name
+
+
+def test_a_tpu_is_asked_for_as_many_processes_as_it_has_devices() -> None:
+    here = Machine("xla", 4, 8, label=DistributedType.XLA)
+    assert walk(Interview(cluster_questions(here)))["num_processes"] == 4
+    assert walk(Interview(cluster_questions(PLAIN)), distributed_type="XLA")["num_processes"] == 8
+    pod = walk(Interview(cluster_questions(here)), tpu_cluster=True)
+    assert "num_processes" not in pod
+    assert cluster_config(pod).num_processes == 1
 
 
 TWO = {"engine": "DEEPSPEED", "distributed_type": "MULTI_CPU", "num_machines": 2}

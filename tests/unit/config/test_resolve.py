@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.config.cli import add_launch_arguments
 from accelerate.config.resolve import resolve
@@ -415,8 +416,32 @@ def test_secrets_of_the_environment_are_left_there_and_given_ones_reach_the_work
 
 def test_a_tpu_decides_the_number_of_its_processes_itself() -> None:
     config = launch("--tpu", machine=NO_GPU)
-    assert (config["num_processes"], config.origin("num_processes")) == (None, "detected: as many as the TPU has cores")
+    reason = "detected: a process for each device, or one for all (SPMD)"
+    assert (config["num_processes"], config.origin("num_processes")) == (None, reason)
     assert launch("--tpu", "--num_processes", "8", machine=NO_GPU)["num_processes"] == 8
+
+
+def test_a_tpu_that_is_there_is_used() -> None:
+    machine = Machine("xla", 4, 8, label=DistributedType.XLA)
+    config = launch(machine=machine)
+    assert (config["tpu"], config["multi_gpu"], config["num_processes"]) == (True, False, None)
+    assert config.origin("tpu") == "detected: 4 of type xla"
+    assert launch("--num_processes", "1", machine=machine)["tpu"]
+    for flag in ("--cpu", "--use_fsdp", "--multi_gpu"):
+        assert not launch(flag, "--num_processes", "2", machine=machine)["tpu"]
+
+
+def test_axes_need_no_engine_on_a_tpu() -> None:
+    words = ("--use_parallelism_config", "--parallelism_config_dp_shard_size", "4")
+    assert launch("--tpu", *words, machine=NO_GPU)["use_parallelism_config"]
+    assert launch("--tpu", "--use_parallelism_config", machine=NO_GPU)["use_parallelism_config"]
+    with pytest.raises(ConfigurationError, match="needs an engine that shards"):
+        launch(*words, machine=NO_GPU)
+
+
+def test_what_a_tpu_cannot_do_is_known_before_a_launcher_is_asked() -> None:
+    with pytest.raises(ConfigurationError, match=r"mixed_precision='fp16' \(flag --mixed_precision\) with a TPU"):
+        launch("--tpu", "--mixed_precision", "fp16", machine=NO_GPU)
 
 
 def test_a_flag_that_is_not_needed_says_so() -> None:

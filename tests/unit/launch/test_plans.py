@@ -375,28 +375,6 @@ def test_deepspeed_is_told_to_compute_on_the_cpu(
     assert "DS_ACCELERATOR" not in plan_of(num_processes=2, cpu=True).environment
 
 
-# --- TPU --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_tpu_machine() -> None:
-    plan = plan_of(tpu=True, num_processes=8, main_training_function="fit", mixed_precision="bf16", arguments=["a"])
-    assert plan.mode == "exec"
-    assert plan.argv == (PYTHON, WORKER, "xla", "8", "fit", "script", "train.py", "a")
-    assert plan.environment["XLA_USE_BF16"] == "1"
-
-
-def test_a_tpu_pod() -> None:
-    plan = plan_of(tpu=True, tpu_cluster=True, vm=["a", "b"], env=["X=1"], tpu_use_sudo=True)
-    front = (PYTHON, "-m", "torch_xla.distributed.xla_dist", "--vm", "a", "--vm", "b", "--env")
-    assert plan.argv[: len(front)] == front
-    assert plan.argv[-6:] == ("--env", "X=1", "--", "sudo", "python3", "train.py")
-    assert "ACCELERATE_IN_TPU_POD=1" in plan.argv
-    with pytest.raises(ConfigurationError, match="Add --vm"):
-        plan_of(tpu=True, tpu_cluster=True)
-    with pytest.raises(ConfigurationError, match=r"'train.py' is loaded as a Python module. Leave --no_python out"):
-        plan_of(tpu=True, no_python=True)
-
-
 # --- what cannot run --------------------------------------------------------------------------------------------------
 
 

@@ -108,7 +108,9 @@ class HardwareOptions(LaunchSection):
         ask=Ask("Compute on the CPU alone", only_if=lambda answers: not several_processes(answers)),
     )
     multi_gpu: bool = knob(False, help="Start one process for each of several accelerators.", shape="switch", yaml="")
-    tpu: bool = knob(False, help="Start the script on a TPU.", shape="switch", yaml="")
+    tpu: bool = knob(
+        False, help="Start the script on a TPU, or on what PJRT_DEVICE names for torch_xla.", shape="switch", yaml=""
+    )
 
 
 class ResourceOptions(LaunchSection):
@@ -126,7 +128,10 @@ class ResourceOptions(LaunchSection):
     )
     num_processes: int | None = knob(
         help="Number of processes over all machines; one for each accelerator where it is not given.",
-        ask=Ask("Number of processes over all machines", only_if=several_processes),
+        ask=Ask(
+            "Number of processes over all machines",
+            only_if=lambda answers: several_processes(answers) and not _on_tpu_pod(answers),
+        ),
     )
     num_machines: int | None = knob(
         help="Number of machines.",
@@ -262,11 +267,13 @@ class TpuOptions(LaunchSection):
         False, help="Run with sudo on the machines of the pod.", shape="switch", ask=Ask(only_if=_on_tpu_pod)
     )
     vm: list[str] | None = knob(
-        help="A machine of the pod; repeat it for each.",
+        help="A TPU machine to start the script on, in the place of the pod; repeat it for each.",
         codec=REPEATED,
         shape="repeat",
         yaml="tpu_vm",
-        ask=Ask("Machine of the pod, or a JSON list of them", optional=True, only_if=_on_tpu_pod),
+        ask=Ask(
+            "TPU machine in the place of the whole pod, or a JSON list of them", optional=True, only_if=_on_tpu_pod
+        ),
     )
     env: list[str] | None = knob(
         help="A variable for the machines of the pod, as `NAME=value`; repeat it for each.",
@@ -280,11 +287,13 @@ class TpuOptions(LaunchSection):
         ),
     )
     main_training_function: str | None = knob(
-        help="Function of the script to run in each process of a TPU.", fallback="main", ask=Ask(only_if=_on_tpu)
+        help="Function that each process of a TPU calls, where the script does not call it by itself.",
+        fallback="main",
+        ask=Ask(only_if=_on_tpu),
     )
     downcast_bf16: bool = knob(
         False,
-        help="With bf16 on a TPU, keep doubles in 32 bits instead of 16.",
+        help="With bf16 on a TPU, store all floats in 16 bits, weights as well, and doubles in 32.",
         codec=ON_TRUE,
         env="ACCELERATE_DOWNCAST_BF16",
         shape="switch",

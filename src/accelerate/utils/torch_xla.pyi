@@ -1,0 +1,1 @@
+from accelerate.launchers.tpu import install_xla as install_xla
