@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig, PartialState
 from accelerate._base.errors import AccelerateError
+from accelerate._base.imports import is_torch_version
 from accelerate.utils import DummyOptim, DummyScheduler
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -370,6 +372,8 @@ def stopped(root: str) -> dict[str, Any]:
         run.scheduler.step()
         if number == 2 and accelerator.process_index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if number >= 2:
+            time.sleep(0.2)  # the processes agree ten times a second, and few steps are left
         if accelerator.should_stop:
             break
     accelerator.save_state(f"{root}/stopped")
@@ -481,7 +485,9 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_with(stage: int) -> None:
 def test_a_compiled_model_trains_the_same() -> None:
     for found in two("compiled"):
         assert found["whole"][0] == pytest.approx(found["eager"][0], abs=1e-6)
-        assert (found["eager"][1], found["whole"][1]) == (0, 1)
+        assert found["eager"][1] == 0
+        # That of torch 2.9 does not follow DeepSpeed's hooks, and compiles what is around them or nothing.
+        assert is_torch_version("<", "2.10") or found["whole"][1] == 1
 
 
 def test_models_are_built_in_shards() -> None:

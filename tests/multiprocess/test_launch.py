@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.launching import facts_of, launch, launch_command, launch_environment
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from accelerate.devices.machine import get_free_port
 
@@ -174,7 +175,10 @@ def test_the_last_lines_are_the_worker_that_failed(tmp_path: Path) -> None:
     start = max(place for place, line in enumerate(lines) if line.startswith("rank "))
     assert lines[start].startswith("rank 1 of 2 failed on ")
     assert lines[start].endswith("exit code 1")
-    trace = lines[start + 2 :]
+    ended = lines[start + 1] == "ended after it: rank 0"
+    # Before that, torch does not tell of workers that it ended itself.
+    assert ended is hasattr(SubprocessContext, "_capture_process_failures")
+    trace = lines[start + 1 + ended :]
     assert trace[0] == "Traceback (most recent call last):"
     assert trace[1] == f'  File "{path}", line 11, in <module>'
     assert trace[-1] == "ValueError: broken on purpose"

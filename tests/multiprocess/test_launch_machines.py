@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.support.launching import launch, launch_command, launch_environment
+from tests.support.processes import without_gloo_notes
 
 from accelerate.devices.machine import get_free_port
 
@@ -62,7 +63,7 @@ def launch_all(runs: list[tuple[list[str], dict[str, str]]], codes: list[int] | 
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == (codes or [0] * len(runs)), outputs
-    return [output for output, _ in outputs]
+    return [without_gloo_notes(output) for output, _ in outputs]
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])

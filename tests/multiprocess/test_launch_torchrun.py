@@ -14,9 +14,11 @@ import psutil
 import pytest
 from tests.support.launching import facts_of, launch, launch_command, launch_environment
 
+from accelerate._base.imports import is_torch_version
 from accelerate.devices.machine import get_free_port
 
 pytestmark = pytest.mark.multiprocess
+needs_newer_torch = pytest.mark.skipif(is_torch_version("<", "2.10"), reason="torch 2.9 does not have the option")
 
 RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 RANKS += ("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
@@ -105,6 +107,7 @@ def test_what_is_explained_names_the_flag(script: Path) -> None:
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 
+@needs_newer_torch
 def test_output_goes_to_files_and_lines_with_a_word_to_one_more(script: Path, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     words = ("--nproc_per_node=2", "-r", "1", "-t", "2", "--log-dir", str(logs), "--rdzv-id", "job")
@@ -163,6 +166,7 @@ def test_a_class_of_ones_own_decides_on_log_files(script: Path, tmp_path: Path) 
     assert "--logs_specs='none' is no entry point of the group 'torchrun.logs_specs'" in wrong.stderr
 
 
+@needs_newer_torch
 def test_each_process_sees_its_own_device_alone(tmp_path: Path) -> None:
     path = tmp_path / "seen.py"
     path.write_text(
@@ -171,6 +175,14 @@ def test_each_process_sees_its_own_device_alone(tmp_path: Path) -> None:
     )
     done = launch("--nproc_per_node=2", "--virtual-local-rank", str(path), env={"CUDA_VISIBLE_DEVICES": "3,5"})
     assert sorted(done.stdout.splitlines()) == ["0 0 3", "1 0 5"], done.stderr
+
+
+@pytest.mark.skipif(is_torch_version(">=", "2.10"), reason="this torch has the options")
+@pytest.mark.parametrize("words", [["--virtual-local-rank"], ["--duplicate-stderr-filters", "of 1"]])
+def test_an_option_that_torch_does_not_have_is_refused(words: list[str], script: Path) -> None:
+    done = launch("--nproc_per_node=2", *words, str(script))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{words[0][2:].replace('-', '_')} was asked for, and torch 2.9" in done.stderr
 
 
 # --- machines that come, signals --------------------------------------------------------------------------------------

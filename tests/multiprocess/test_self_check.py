@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.launching import launch_environment
+from tests.support.processes import without_gloo_notes
 
 from accelerate.test_utils.scripts.test_script import CHECKS
 
@@ -46,7 +47,9 @@ def self_check(*words: str, customised: Path | None = None) -> subprocess.Comple
     if customised is not None:
         environment["PYTHONPATH"] = f"{customised}:{environment['PYTHONPATH']}"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done.stdout = without_gloo_notes(done.stdout)
+    return done
 
 
 def verdicts(output: str) -> dict[str, str]:

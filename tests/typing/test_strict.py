@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("mypy", reason="mypy is not installed")
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 

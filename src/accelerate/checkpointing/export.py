@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import CheckpointError, UsageError, WrongTypeError
+from accelerate._base.imports import is_torch_version
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.weight_folder import SAFETENSORS, TORCH, WeightFolder, WeightFormat, is_weights_of
 from accelerate.offload.loading import COMPILED
@@ -123,6 +125,8 @@ def save_weights(
                 else:
                     others = weights.others if number == 0 else {}
                     staged.write_torch(file, {**_torch_shard(weights, names, shared), **others})
+                    if is_torch_version("<", "2.10"):
+                        gc.collect()  # before that, `torch.save` leaves what it wrote in a cycle of references
                 folder.take(stage / file, staged.finish)
             staged.finish()
         folder.publish(kind, list(files), index)

@@ -71,7 +71,7 @@ def load_into(state: dict[str, Any], folder: Path) -> None:
 
     _require_shards(folder)
     try:
-        with without_group_warning():
+        with without_warnings_of_torch():
             load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     except (CheckpointException, RuntimeError, ValueError, OSError) as error:
         reasons = list(getattr(error, "failures", {}).values())
@@ -83,10 +83,12 @@ def load_into(state: dict[str, Any], folder: Path) -> None:
 
 
 @contextmanager
-def without_group_warning() -> Iterator[None]:
-    """Keep torch from warning that it works without a process group."""
+def without_warnings_of_torch() -> Iterator[None]:
+    """Keep torch's distributed checkpoint from warnings that nobody can act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        # About a function that torch 2.9 and 2.10 call themselves.
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         yield
 
 
@@ -120,7 +122,7 @@ def read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[
         for key, entry in entries.items()
     }
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with without_group_warning():
+    with without_warnings_of_torch():
         load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
     return state
 

@@ -15,6 +15,7 @@ from accelerate.collectives.base import communicator
 from accelerate.collectives.nested import ignorant_find_batch_size, pad_input_tensors, send_to_device
 from accelerate.parallel.pipeline_tracing import ChunkSpec, StageModule, TensorSpec, TracedStages, flatten, trace
 from accelerate.runtime import current
+from accelerate.runtime.torch_private import gpipe_schedule, mend_first_messages
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class _ChunkedCall:
     chunk: ChunkSpec | None = None
     rows: int = 0
     error: AccelerateError | None = None
+
+
+def _for_each_chunk(tensor: torch.Tensor, num_chunks: int) -> torch.Tensor:
+    """Return a tensor with a dimension of chunks in front, along which it is repeated without a copy."""
+    return tensor.expand(num_chunks, *tensor.shape)
 
 
 class _WholeInputs(nn.Module):
@@ -114,7 +120,8 @@ class Pipeline:
         for tensor, cut in zip(pad_input_tensors(tensors, rows, num_chunks), is_cut, strict=True):
             shape = tuple(tensor.shape)
             specs.append(((shape[0] // num_chunks, *shape[1:]) if cut else shape, tensor.dtype))
-            inputs.append(tensor if cut else tensor.expand(num_chunks, *shape))
+            dense = tensor.contiguous()  # torch 2.9 refuses other strides than it was told of
+            inputs.append(dense if cut else _for_each_chunk(dense, num_chunks))
         chunk = ChunkSpec(tuple(specs), structure, -(-rows // num_chunks), is_cut, self.model.training)
         return _ChunkedCall(chunk, rows), inputs
 
@@ -154,11 +161,15 @@ class Pipeline:
         )
         if rank == 0:
             module = _WholeInputs(stages.modules[0], per_chunk)
-            before = [tensor if cut else tensor[None] for tensor, cut in zip(before, per_chunk, strict=True)]
+            before = [
+                tensor if cut else _for_each_chunk(tensor, self.num_chunks)[:1]
+                for tensor, cut in zip(before, per_chunk, strict=True)
+            ]
         stage = PipelineStage(
             module, rank, len(stages.modules), device, input_args=tuple(before), output_args=tuple(after)
         )
-        return ScheduleGPipe(stage, self.num_chunks)
+        mend_first_messages(stage)
+        return gpipe_schedule(stage, self.num_chunks)
 
     def _place(self, stage: nn.Module, device: torch.device) -> None:
         """Bring the weights and constants of a stage to its device, and leave the model where it is for other traces."""

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import leaves, recursively_apply
+from accelerate.runtime.torch_private import traced_by_running
 
 TensorSpec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor."""
@@ -189,7 +190,7 @@ def trace(model: nn.Module, points: Sequence[str], chunk: ChunkSpec) -> TracedSt
 
 def _trace_with_retries(attempt: Callable[[], Any], model: nn.Module, points: Sequence[str]) -> Any:
     for is_last in (False, False, True):
-        with _cut_marks_removed(model, points), warnings.catch_warnings(), torch.no_grad():
+        with _cut_marks_removed(model, points), warnings.catch_warnings(), torch.no_grad(), traced_by_running():
             # torch 2.13 warns about its own use of LeafSpec while it copies what it traced.
             warnings.filterwarnings("ignore", message=".*treespec", category=FutureWarning)
             try:

@@ -9,9 +9,14 @@ import torch
 import torch.distributed as dist
 
 from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.imports import is_torch_version
+from accelerate.runtime.torch_private import gpipe_schedule, mend_first_messages
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.9 returns the outputs in any case.
+_WITHOUT_OUTPUTS = {} if is_torch_version("<", "2.10") else {"return_outputs": False}
 
 
 @runtime_checkable
@@ -163,6 +168,7 @@ class PipelineStage(torch.nn.Module):
                 "so their mean loss would not be that of the batch. Choose a batch size that it divides, with "
                 "drop_last=True where the last batch is shorter."
             )
+        inputs = inputs.contiguous()  # torch 2.9 refuses parts of rows
         if targets is None:
             return self._to_all(self._pass_forward(inputs))
         loss = torch.zeros((), dtype=self._loss_dtype, device=self._device)
@@ -188,7 +194,7 @@ class PipelineStage(torch.nn.Module):
         for parameter in parameters:
             parameter.grad = None
         try:
-            last = {"target": targets, "losses": losses, "return_outputs": False} if self.is_last else {}
+            last = {"target": targets, "losses": losses, **_WITHOUT_OUTPUTS} if self.is_last else {}
             schedule.step(*([inputs] if self.index == 0 else []), **last)
             return [parameter.grad for parameter in parameters]
         finally:
@@ -223,9 +229,10 @@ class PipelineStage(torch.nn.Module):
         key = tuple(inputs.shape), inputs.dtype, trains
         if key not in self._schedules:
             stage = pipelining.PipelineStage(self.stage, self.index, self.count, self._device, group=self.group)
-            kinds = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}
+            mend_first_messages(stage)
+            kinds: dict[str, Callable[..., Any]] = {"1f1b": pipelining.Schedule1F1B, "gpipe": gpipe_schedule}
             # Forward passes alone have no turns to take.
-            kind = kinds[self._schedule_name] if trains else pipelining.ScheduleGPipe
+            kind = kinds[self._schedule_name] if trains else gpipe_schedule
             loss = self._mean_loss if trains else None
             self._schedules[key] = kind(stage, self.num_microbatches, loss_fn=loss, scale_grads=False)
         return self._schedules[key]

@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import stat
+import threading
 import time
 from contextlib import suppress
 from functools import cache
@@ -143,13 +144,29 @@ def _is_pair(connection: socket.socket) -> bool:
 def gloo_activity() -> dict[str, tuple[str, str]]:
     """Return the state of each thread and how often it went to sleep; empty where the system does not say."""
     found = {}
-    for task in _THREADS.iterdir() if _THREADS.is_dir() else ():
+    for task in _gloo_threads():
         # A thread may end while it is looked at.
         with suppress(OSError):
-            if (task / "comm").read_text().strip() == _GLOO_THREAD:
-                fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-                found[task.name] = (fields["State"].split()[0], fields["voluntary_ctxt_switches"].strip())
+            fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            found[task.name] = (fields["State"].split()[0], fields["voluntary_ctxt_switches"].strip())
     return found
+
+
+def _gloo_threads() -> list[Path]:
+    """Return the threads of gloo groups.
+
+    torch 2.9 and 2.10 leave them the name of the process, which some other threads have that are not Python's. These
+    are at rest too when a process leaves, so they are waited for as well.
+    """
+    names = {}
+    for task in _THREADS.iterdir() if _THREADS.is_dir() else ():
+        with suppress(OSError):
+            names[task] = (task / "comm").read_text().strip()
+    named = [task for task, name in names.items() if name == _GLOO_THREAD]
+    # The main thread of a forked process has the number of its parent's in Python 3.11.
+    of_python = {str(os.getpid()), *(str(thread.native_id) for thread in threading.enumerate())}
+    unnamed = names.get(_THREADS / str(os.getpid()))
+    return named or [task for task, name in names.items() if name == unnamed and task.name not in of_python]
 
 
 def settle_gloo_threads() -> None:
@@ -158,7 +175,7 @@ def settle_gloo_threads() -> None:
     Such a thread frees the tensors of a collective shortly after the collective is over, and needs the interpreter for
     that. If the interpreter is gone by then, the process aborts ("terminate called without an active exception"); if it
     waits for that thread, as it does when a DDP model goes that was the last to hold the group, both wait for ever.
-    torch 2.13 sees to neither.
+    torch 2.9 to 2.13 see to neither.
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
     before = gloo_activity()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
@@ -17,8 +18,11 @@ from torch.nn.modules import module as module_internals
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelerate._base.imports import is_torch_version
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.overrides import TorchFunctionMode
 
 P = ParamSpec("P")
@@ -301,6 +305,57 @@ def mode_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+@contextmanager
+def traced_by_running() -> Iterator[None]:
+    """Let torch's pipelines trace a model by running it, which takes more models than reading its code does.
+
+    torch 2.10 and later do so by themselves; torch 2.9 calls this function to read the code.
+    """
+    if is_torch_version(">=", "2.10"):
+        yield
+        return
+    exports: Any = torch.export
+    read_code = exports.export_for_training
+
+    def run(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, *, strict: bool) -> Any:
+        return exports.export(model, args, kwargs, strict=False)
+
+    exports.export_for_training = run
+    try:
+        yield
+    finally:
+        exports.export_for_training = read_code
+
+
+def mend_first_messages(stage: PipelineStage) -> None:
+    """Give the messages by which the stages of a pipeline meet one length.
+
+    torch 2.9 sends 8 bytes where 4 are received, which gloo refuses; torch 2.10 and later do not.
+    """
+    operations = stage._get_init_p2p_neighbors_ops
+
+    def of_one_length() -> list[dist.P2POp]:
+        found = operations()
+        for operation in found:
+            operation.tensor = operation.tensor.float()
+        return found
+
+    if is_torch_version("<", "2.10"):
+        vars(stage)["_get_init_p2p_neighbors_ops"] = of_one_length
+
+
+def gpipe_schedule(stage: PipelineStage, num_microbatches: int, **options: Any) -> ScheduleGPipe:
+    """Return the schedule in which all parts of a batch go forward before the first one goes back.
+
+    torch 2.9 and 2.10 refuse fewer parts than stages; this schedule does not need so many.
+    """
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    schedule = ScheduleGPipe(stage, max(num_microbatches, stage.num_stages), **options)
+    schedule._n_microbatches = num_microbatches
+    return schedule
 
 
 def eager_only(function: Callable[P, R]) -> Callable[P, R]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accelerate.offload.tensors import find_tied_parameters
+from accelerate.parallel.mesh import submesh
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -42,7 +43,8 @@ def split_like(tensor: torch.Tensor, pattern: torch.Tensor | None, axes: Sequenc
         kept = [index for index, name in enumerate(names) if name in axes]
         if not kept:
             return tensor
-        mesh, placements = mesh[tuple(names[index] for index in kept)], tuple(placements[index] for index in kept)
+        mesh = submesh(mesh, *(names[index] for index in kept))
+        placements = tuple(placements[index] for index in kept)
     return distribute_tensor(tensor.to(pattern.device), mesh, placements, src_data_rank=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +22,26 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("group")
+@pytest.fixture(params=["named", "unnamed"])
+def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give the threads a name of their own, where torch does, or that of the process."""
+    process = Path(f"/proc/self/task/{os.getpid()}/comm")
+    before = process.read_text()
+    if request.param == "unnamed":
+        process.write_text("pt_gloo_runloop")
+        monkeypatch.setattr(process_group, "_GLOO_THREAD", "not a name")
+    yield
+    process.write_text(before)
+
+
+@pytest.mark.usefixtures("names", "group")
 def test_the_threads_are_found_by_their_name() -> None:
     dist.all_reduce(torch.ones(1))
     assert process_group.gloo_activity()
+    assert str(os.getpid()) not in process_group.gloo_activity()
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("names", "group")
 def test_settling_waits_for_a_thread_at_work() -> None:
     source = torch.ones(30_000_000)
     target = [torch.zeros_like(source)]
