@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import signal
 import subprocess
@@ -58,11 +59,17 @@ def _signal_when_waiting(ready: Path, number: signal.Signals) -> None:
     main = threading.main_thread().ident
     assert main is not None
     pause = threading.Event()
-    while True:
-        frames = traceback.extract_stack(sys._current_frames()[main])
-        if ready.exists() and any(frame.name == "wait" for frame in frames):
-            return signal.pthread_kill(main, number)
-        pause.wait(0.001)
+    # Python 3.11 lists the frames under a lock that other threads need too: a tensor that is collected meanwhile lets go of the
+    # interpreter, and both wait for ever.
+    gc.disable()
+    try:
+        while True:
+            frames = traceback.extract_stack(sys._current_frames()[main])
+            if ready.exists() and any(frame.name == "wait" for frame in frames):
+                return signal.pthread_kill(main, number)
+            pause.wait(0.001)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
