@@ -89,13 +89,22 @@ def read_record(path: Path) -> tuple[float | None, str]:
     return moment, text
 
 
+def read_process(path: Path) -> dict[str, int]:
+    """Return who a process is: pid, local_rank and world_size; nothing where it was ended before it could say so."""
+    try:
+        facts: dict[str, int] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts
+
+
 def read_failures(folder: Path) -> tuple[list[Failure], int]:
     """Return the failures that processes left in their folders, named by rank, and the number of processes of the run."""
     places = [entry for entry in folder.iterdir() if entry.name.isdecimal()] if folder.is_dir() else []
     failures, world_size = [], len(places)
     for place in places:
         file, ended, record = (place / name for name in (PROCESS_FILE, EXIT_CODE_FILE, "error.json"))
-        facts = json.loads(file.read_text()) if file.exists() else {}
+        facts = read_process(file)
         world_size = max(world_size, facts.get("world_size", 0))
         if not ended.exists() and not record.exists():
             continue

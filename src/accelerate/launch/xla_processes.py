@@ -19,7 +19,14 @@ from types import FrameType
 from typing import Any
 
 from accelerate._base.constants import PREEMPTED_EXIT_CODE, PREEMPTED_FILE
-from accelerate.launch.failure import EXIT_CODE_FILE, PROCESS_FILE, exit_code_of, first_failure, read_failures
+from accelerate.launch.failure import (
+    EXIT_CODE_FILE,
+    PROCESS_FILE,
+    exit_code_of,
+    first_failure,
+    read_failures,
+    read_process,
+)
 from accelerate.launch.worker import end_with_parent, run_recorded
 
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -164,6 +171,6 @@ def _note_exit_codes(folder: Path, children: set[Any]) -> None:
     """Write beside the records how the processes ended, for those that had no time to do so."""
     codes = {child.pid: child.exitcode for child in children}
     for process in folder.glob(f"*/{PROCESS_FILE}"):
-        code = codes.get(json.loads(process.read_text())["pid"])
+        code = codes.get(read_process(process).get("pid"))
         if code:
             process.with_name(EXIT_CODE_FILE).write_text(str(code))

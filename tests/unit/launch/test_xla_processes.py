@@ -198,6 +198,8 @@ def test_records_of_several_processes(tmp_path: Path) -> None:
             f'{{"pid": {rank}0, "local_rank": {rank - 4}, "world_size": 8}}'
         )
     assert read_failures(tmp_path) == ([], 8)
+    (tmp_path / "4" / "process.json").write_text("")  # it was ended while it wrote
+    assert read_failures(tmp_path) == ([], 8)
     (tmp_path / "5" / "exit_code").write_text("-11")
     (tmp_path / "5" / "fault.txt").write_text("Fatal Python error: Segmentation fault\n")
     ((found,), world_size) = read_failures(tmp_path)
