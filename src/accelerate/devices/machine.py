@@ -28,7 +28,7 @@ _TPUS_OF_TWO_CORES = ("v2-", "v3-")
 _PCI_DEVICES = "sys/bus/pci/devices"
 _GOOGLE = "0x1ae0"
 # Of each kind of chip: the cores that are devices of their own.
-_CORES_OF_CHIPS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 2}
+_CORES_OF_CHIPS = {"0x0027": 2, "0x005e": 1, "0x0056": 1, "0x0062": 1, "0x0063": 1, "0x006f": 1, "0x0076": 1}
 _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_768

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,7 +36,6 @@ from accelerate.strategies.xla.strategy import XlaStrategy
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_LOG = logging.getLogger(__name__)
 _SPEC = "_partition_spec"
 
 
