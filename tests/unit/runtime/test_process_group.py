@@ -26,7 +26,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give the threads a name of their own, where torch does, or that of the process."""
     process = Path(f"/proc/self/task/{os.getpid()}/comm")
-    before = process.read_text()
+    before = process.read_text().strip()
     if request.param == "unnamed":
         process.write_text("pt_gloo_runloop")
         monkeypatch.setattr(process_group, "_GLOO_THREAD", "not a name")
