@@ -138,7 +138,7 @@ def run_warm_script(
     with tempfile.TemporaryDirectory() as output:
         given = (Path(path).absolute(), list(args), Path(output), folder or Path.cwd(), strict)
         run_group(_run_as_main, world_size, *given, env=env, timeout=timeout)
-        return "".join(Path(output, f"{rank}.out").read_text() for rank in range(world_size))
+        return "".join(without_gloo_notes(Path(output, f"{rank}.out").read_text()) for rank in range(world_size))
 
 
 def _run_as_main(path: Path, args: list[str], output: Path, folder: Path, strict: bool) -> None:
