@@ -109,7 +109,7 @@ def add_chip(root: Path, place: str, device: str, vendor: str = "0x1ae0") -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "cores"), [("0x0027", 2), ("0x005e", 1), ("0x0063", 1), ("0x006f", 1), ("0x0076", 2)]
+    ("device", "cores"), [("0x0027", 2), ("0x005e", 1), ("0x0063", 1), ("0x006f", 1), ("0x0076", 1)]
 )
 def test_a_tpu_is_known_by_its_chips(tmp_path: Path, device: str, cores: int) -> None:
     for place in ("0000:00:04.0", "0000:00:05.0"):
