@@ -117,7 +117,9 @@ def life_of_the_parts(name: str) -> dict[str, dict[str, bool]]:
     saved: dict[str, dict[str, Any]] = {}
     found: dict[str, dict[str, bool]] = {}
     for part in parts:
-        [(_, payload)] = Snapshot([part])
+        snapshot = Snapshot([part])
+        snapshot.resolve()
+        [(_, payload)] = snapshot
         saved[part.name] = leaves(payload)
         found[part.name] = {"snapshot changes nothing": leaves(part.snapshot()) == saved[part.name]}
         if part.everywhere or rank == 0:

@@ -13,7 +13,6 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,22 +41,19 @@ class Snapshot:
     """
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
-        backend = current.runtime().backend
-        backend.end_step()
+        self._backend = current.runtime().backend
+        self._backend.end_step()
         self._states = [(part, part.snapshot()) for part in parts]
         self._buffers: HostBuffers | None = None
-        self._is_on_host = backend.records_operations
-        if self._is_on_host:
-            # A file must not name such a device: reading it would need one.
-            self._states = [(part, on_host(state)) for part, state in self._states]
 
     def copy_to_host(self) -> None:
         """Make the states independent of what training does next; those of optimizers follow until their next step."""
         self._buffers = host_buffers()
         # After all states are there: making one may need all ranks, and a copy that fails must not keep them waiting.
-        copied = partial(copy_structure, copy_tensor=lambda tensor: tensor) if self._is_on_host else None
+        # What a device records is carried out here: another thread would end the steps of this one.
+        records = self._backend.records_operations
         self._states = [
-            (part, _independent(part, state) if copied is None else copied(state)) for part, state in self._states
+            (part, host_copy(state) if records else _independent(part, state)) for part, state in self._states
         ]
 
     def resolve(self) -> None:
@@ -69,6 +65,9 @@ class Snapshot:
         self._states = [
             (part, state.get() if isinstance(state, DeferredCopy) else state) for part, state in self._states
         ]
+        if self._backend.records_operations:
+            # A file must not name such a device: reading it would need one.
+            self._states = [(part, on_host(state)) for part, state in self._states]
 
     def __iter__(self) -> Iterator[tuple[Part, Any]]:
         return iter(self._states)
@@ -280,7 +279,11 @@ class _Copier:
         identity = identity_in_memory(tensor) if is_plain else None
         if identity is None:
             return tensor.to("cpu", copy=True)
-        if identity not in self._copies:
+        if identity in self._copies:
+            return self._copies[identity]
+        if current.runtime().backend.records_operations and tensor.device.type != "cpu":
+            self._copies[identity] = tensor.cpu()  # its memory is not at hand
+        else:
             buffer, is_fresh = self._buffers.take(tensor)
             self._copies[identity] = buffer
             if tensor.device.type == "cpu":

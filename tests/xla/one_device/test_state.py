@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tests.support.xla import Task, largest_difference, run
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.checkpointing import snapshot
 from accelerate.state import AcceleratorState
 from accelerate.utils import load, set_seed, synchronize_rng_state
 
@@ -55,6 +57,36 @@ def test_a_resumed_run_is_the_run(tmp_path: Path, accumulation: int, blocking: b
     accelerator.load_state(tmp_path / "state")
     rest = Task(clip=None, steps=len(expected), accumulation=accumulation)
     assert run(rest, accelerator, *objects) == expected
+
+
+class OnTheHost:
+    def __init__(self) -> None:
+        self.sums = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums, "again": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums.copy_(state["sums"])
+
+
+def test_a_save_in_the_background_does_not_see_what_changes_after_it(tmp_path: Path, monkeypatch: Any) -> None:
+    accelerator = Accelerator()
+    model, *_ = prepared(Task(), accelerator)
+    sums = OnTheHost()
+    accelerator.register_for_checkpointing(sums)
+    expected = model[0].weight.detach().cpu().clone()
+    write, changed = snapshot.Snapshot.resolve, threading.Event()
+    monkeypatch.setattr(snapshot.Snapshot, "resolve", lambda self: changed.wait(60) and write(self))
+    accelerator.save_state(tmp_path / "state", blocking=False)
+    sums.sums.add_(1.0)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    changed.set()
+    accelerator.wait_for_save()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(sums.sums, torch.zeros(3))
+    assert torch.equal(model[0].weight.detach().cpu(), expected)
 
 
 def test_files_hold_host_tensors(tmp_path: Path) -> None:
