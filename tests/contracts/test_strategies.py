@@ -129,10 +129,8 @@ def every_life(world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", precisions.FORMATS)
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in OF_XLA])
+@pytest.mark.parametrize("name", RUNS)
 def test_a_model_lives_the_same_life_everywhere(name: str, precision: str) -> None:
-    if name not in RUNS:
-        pytest.skip(f"{name} needs a model that is made for it")
     if name == "deepspeed" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     if (name, precision) in REFUSED:
@@ -156,6 +154,7 @@ def test_a_model_lives_the_same_life_everywhere(name: str, precision: str) -> No
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_names_itself(name: str) -> None:
     strategy = STRATEGIES[name]
+    assert {*RUNS, *OF_XLA} == set(STRATEGIES), "every strategy lives by the contract"
     assert len(STRATEGIES) == len(strategies.all_strategies())
     assert isinstance(strategy.caps, Capabilities)
     assert strategy.label(current.runtime()) in DistributedType
