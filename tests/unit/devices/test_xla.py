@@ -53,6 +53,7 @@ def test_the_switch_of_spmd(value: str, expected: bool) -> None:
 
 def test_it_is_not_there_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.delenv("USE_TORCH_XLA", raising=False)
     monkeypatch.setattr(xla, "is_package_available", lambda name: False)
     assert not XLA.is_available()
     monkeypatch.setattr(xla, "is_package_available", lambda name: True)
@@ -101,6 +102,7 @@ def on_tpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, module in recorded.modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setenv("PJRT_DEVICE", "TPU")
+        monkeypatch.delenv("USE_TORCH_XLA", raising=False)
         monkeypatch.setattr(xla, "is_package_available", lambda name: True)
         return recorded
 

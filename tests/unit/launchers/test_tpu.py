@@ -19,7 +19,10 @@ from accelerate.devices.machine import Machine
 from accelerate.launch.host import Host
 from accelerate.utils import install_xla
 
-VARIABLES = ("PJRT_DEVICE", "XLA_USE_SPMD", "CPU_NUM_DEVICES", "TPU_NAME", "TPU_VISIBLE_CHIPS", "ACCELERATE_USE_CPU")
+VARIABLES = (
+    *("PJRT_DEVICE", "XLA_USE_SPMD", "CPU_NUM_DEVICES", "TPU_NAME", "TPU_VISIBLE_CHIPS"),
+    *("ACCELERATE_USE_CPU", "USE_TORCH_XLA"),
+)
 Chips = Callable[[Sequence[int]], None]
 
 
