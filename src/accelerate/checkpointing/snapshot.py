@@ -21,6 +21,7 @@ from accelerate._base import pages
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.parts import Part
 from accelerate.checkpointing.torch_files import on_host
+from accelerate.devices import registry
 from accelerate.offload.safetensors_format import identity_in_memory
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.runtime import current
@@ -279,19 +280,20 @@ class _Copier:
         identity = identity_in_memory(tensor) if is_plain else None
         if identity is None:
             return tensor.to("cpu", copy=True)
-        if identity in self._copies:
-            return self._copies[identity]
-        if current.runtime().backend.records_operations and tensor.device.type != "cpu":
-            self._copies[identity] = tensor.cpu()  # its memory is not at hand
-        else:
-            buffer, is_fresh = self._buffers.take(tensor)
-            self._copies[identity] = buffer
-            if tensor.device.type == "cpu":
-                self._add_chunks(buffer, tensor, is_fresh)
-            else:
-                buffer.copy_(tensor, non_blocking=True)
-                self._devices.add(tensor.device)
+        if identity not in self._copies:
+            self._copies[identity] = self._begin(tensor)
         return self._copies[identity]
+
+    def _begin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if registry.get(tensor.device).records_operations:
+            return tensor.cpu()  # its memory is not at hand
+        buffer, is_fresh = self._buffers.take(tensor)
+        if tensor.device.type == "cpu":
+            self._add_chunks(buffer, tensor, is_fresh)
+        else:
+            buffer.copy_(tensor, non_blocking=True)
+            self._devices.add(tensor.device)
+        return buffer
 
     def _add_chunks(self, target: torch.Tensor, source: torch.Tensor, is_fresh: bool) -> None:
         if source.nbytes <= _CHUNK or not (source.is_contiguous() and target.is_contiguous()):

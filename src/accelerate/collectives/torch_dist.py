@@ -98,6 +98,18 @@ class TorchDistCommunicator:
             wire = wire / self._world_size
         return wire.to(device=tensor.device, dtype=result_dtype)
 
+    def average(self, tensors: list[Tensor]) -> None:
+        """Replace tensors of one dtype by their means over all ranks, in one exchange."""
+        if not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        wire = flat.to(self._wire_device(flat.device))
+        dist.all_reduce(wire, group=self._group)
+        wire /= self._world_size
+        parts = wire.to(flat.device).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         wire = self._to_bytes(tensor)
         dist.broadcast(wire, self._global_rank(source), group=self._group)

@@ -44,14 +44,6 @@ class HostCommunicator(TorchDistCommunicator):
             tensor.detach().copy_(received)
         return tensor
 
-    def average(self, tensors: list[Tensor]) -> None:
-        """Replace tensors of one dtype by their means over all ranks, in one exchange."""
-        if not tensors:
-            return
-        means = self.reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), "mean")
-        for tensor, mean in zip(tensors, means.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(mean.view_as(tensor))
-
 
 class DeviceCommunicator(HostCommunicator):
     """Exchange tensors on devices by torch_xla's collectives, which become part of the step."""
@@ -83,7 +75,6 @@ class DeviceCommunicator(HostCommunicator):
         return tensor
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Replace tensors by their means over all ranks, in one exchange."""
         if tensors:
             XLA.model.all_reduce("sum", tensors, scale=1.0 / self.world_size)
 

@@ -251,8 +251,11 @@ def _report_command(plan: LaunchPlan, code: int, records: Path, memory: OutOfMem
     if failures:
         sys.stderr.write(report(failures, world_size, memory, quiet=plan.quiet))
     elif plan.mode == "spawn_command":
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        sys.stderr.write(f"\n{plan.launcher}: `{plan.argv[0]}` ended with {how}; its own lines above say why.\n")
+        sys.stderr.write(f"\n{plan.launcher}: `{plan.argv[0]}` {_ended_with(code)}; its own lines above say why.\n")
+
+
+def _ended_with(code: int) -> str:
+    return f"ended with {f'exit code {code}' if code > 0 else signal.Signals(-code).name}"
 
 
 # --- commands of several machines -------------------------------------------------------------------------------------
@@ -274,9 +277,8 @@ def run_machines(plan: LaunchPlan) -> int:
     if failed is None:
         return 0
     name, code = failed
-    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     others = "; the others were ended" if len(plan.machines) > 1 else ""
-    sys.stderr.write(f"\n{plan.launcher}: {name!r} ended with {how}{others}. The lines of [{name}] say why.\n")
+    sys.stderr.write(f"\n{plan.launcher}: {name!r} {_ended_with(code)}{others}. The lines of [{name}] say why.\n")
     return code if code > 0 else 128 - code
 
 

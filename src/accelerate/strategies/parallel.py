@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +13,7 @@ from accelerate._base.enums import DistributedType, MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import Part, Prepared
+from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.parallel.mesh import averaging_group, axis_group
 from accelerate.parallel.pipeline_training import PipelineStage, check_parts
 from accelerate.parallel.tensor import model_has_dtensor, plan_of, tensor_parallel_step
@@ -104,7 +104,9 @@ class ParallelStrategy(Strategy):
         group = averaging_group(self.mesh)
         if group is not None and any(parameter.requires_grad for parameter in model.parameters()):
             # On the model, so that both are freed together.
-            model.__dict__[AVERAGER] = GradientAverager(model, GroupAverage(group))
+            model.__dict__[AVERAGER] = GradientAverager(
+                model, TorchDistCommunicator(group, self.runtime.device).average
+            )
         return model
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -215,26 +217,11 @@ class GradientAverager:
         self._is_queued = False
         gradients = [tools.local(entry.grad) for entry in self._parameters if entry.grad is not None]
         with torch.no_grad():
-            for bucket in buckets(gradients):
+            for bucket in _buckets(gradients):
                 self.average(bucket)
 
 
-@dataclass(frozen=True)
-class GroupAverage:
-    """Replace tensors by their means over a process group."""
-
-    group: dist.ProcessGroup
-
-    def __call__(self, tensors: list[torch.Tensor]) -> None:
-        """Average tensors of one dtype in one exchange."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self.group)
-        flat /= self.group.size()
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut a list into runs of one dtype and bounded size."""
     bucket: list[torch.Tensor] = []
     size = 0

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.parallel.tensor import split_layers
 from accelerate.strategies.broadcast_weights import equal_weights_step
-from accelerate.strategies.parallel import GradientAverager, GroupAverage
+from accelerate.strategies.parallel import GradientAverager
 from accelerate.strategies.tools import clip_grad_norm, scale_gradients
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_scaling() -> None:
 
 def test_a_mean_is_exchanged_once_a_pass_and_not_while_held(mesh: DeviceMesh) -> None:
     model = nn.Linear(2, 1)
-    mean = GradientAverager(model, GroupAverage(mesh.get_group()))
+    mean = GradientAverager(model, TorchDistCommunicator(mesh.get_group()).average)
     exchanges = []
     exchange = mean._exchange
     mean._exchange = lambda: (exchanges.append(1), exchange())[1]  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from accelerate.devices.xla import XLA
 from accelerate.parallel.mesh import GradientShare
 from accelerate.parallel.tensor import plan_of
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 from accelerate.strategies.base import Capabilities, EngineRequest, Step, StrategyContext
 from accelerate.strategies.xla.layout import (
@@ -160,7 +161,7 @@ class SpmdStrategy(XlaStrategy):
         """Return parts whose snapshots bring shards together, which all machines take part in."""
         safe = prepared.safe_serialization
         return [
-            *(SpreadModelPart(model, i, self, safe_serialization=safe) for i, model in enumerate(prepared.models)),
+            *(SpreadModelPart(model, i, safe_serialization=safe) for i, model in enumerate(prepared.models)),
             *(SpreadOptimizerPart(optimizer, i, self) for i, optimizer in enumerate(prepared.optimizers)),
         ]
 
@@ -172,18 +173,12 @@ def _spec_of(tensor: torch.Tensor) -> Spec:
 
 
 class SpreadModelPart(ModelPart):
-    """A model whose weights may be spread over devices."""
+    """A model whose weights may be spread over devices: all machines take its snapshot, one writes it."""
 
     everywhere = True
 
-    def __init__(
-        self, model: torch.nn.Module, index: int, strategy: SpmdStrategy, *, safe_serialization: bool = True
-    ) -> None:
-        super().__init__(model, index, safe_serialization=safe_serialization)
-        self.strategy = strategy
-
     def write(self, payload: Any, folder: FolderWriter) -> None:
-        if self.strategy.runtime.rank == 0:
+        if current.runtime().rank == 0:
             super().write(payload, folder)
 
 
@@ -197,7 +192,7 @@ class SpreadOptimizerPart(OptimizerPart):
         self.strategy = strategy
 
     def write(self, payload: Any, folder: FolderWriter) -> None:
-        if self.strategy.runtime.rank == 0:
+        if current.runtime().rank == 0:
             super().write(payload, folder)
 
     def restore(self, payload: Any) -> None:
