@@ -11,14 +11,17 @@ from accelerate.strategies import registry as strategies
 # The contract test of the strategies trains on the CPU under every strategy in every number format; tests/xla train on
 # torch_xla's CPU runtime.
 RUN_IN_TESTS = frozenset({"cpu", "xla"})
-# What the public interface names and no registry has is shown too, so that nobody has to try.
-KNOWN_STRATEGIES = ("megatron",)
 # Of these devices and no others.
 XLA_STRATEGIES = frozenset({"xla", "xla-spmd"})
 # The devices that libraries for 8-bit floats name.
 FP8_DEVICES = frozenset({"cpu", "cuda", "hpu", "xpu"})
 # Number formats that an engine takes on other devices only.
-REFUSED = {("deepspeed", "cpu"): ("fp16",), ("xla", "xla"): ("fp16",), ("xla-spmd", "xla"): ("fp16",)}
+REFUSED = {
+    ("deepspeed", "cpu"): ("fp16",),
+    ("megatron", "cpu"): ("fp16",),
+    ("xla", "xla"): ("fp16",),
+    ("xla-spmd", "xla"): ("fp16",),
+}
 NOT_THERE = "-"
 
 _DEVICE_TITLES = {"neuron": "Neuron", "xla": "XLA (TPU)"}
@@ -40,12 +43,10 @@ def render() -> str:
     """Return the matrix as a table, with what its marks mean."""
     built = {strategy.name for strategy in strategies.all_strategies()}
     order = list(_STRATEGY_TITLES)
-    rows = sorted(
-        built.union(KNOWN_STRATEGIES), key=lambda name: (order.index(name) if name in order else len(order), name)
-    )
+    rows = sorted(built, key=lambda name: (order.index(name) if name in order else len(order), name))
     columns: dict[tuple[str, ...], list[str]] = {}
     for device, backend in _devices().items():
-        cells = tuple(_cell(backend, name, built=name in built) for name in rows)
+        cells = tuple(_cell(backend, name) for name in rows)
         # Devices that differ in nothing but their name share a column.
         columns.setdefault(cells, []).append(_DEVICE_TITLES.get(device, device.upper()))
     lines = ["| | " + " | ".join(", ".join(titles) for titles in columns.values()) + " |"]
@@ -66,11 +67,11 @@ def _devices() -> dict[str, DeviceBackend]:
     return {backend.type: backend for backend in backends}
 
 
-def _cell(backend: DeviceBackend, strategy: str, *, built: bool) -> str:
+def _cell(backend: DeviceBackend, strategy: str) -> str:
     # Devices without a label for several processes form no group.
     alone = backend.label is DistributedType.NO
     is_of_device = (backend.type == "xla") == (strategy in XLA_STRATEGIES)
-    if not built or not is_of_device or (alone and strategy != "single"):
+    if not is_of_device or (alone and strategy != "single"):
         return NOT_THERE
     refused = REFUSED.get((strategy, backend.type), ())
     listed = [name for name in PrecisionType.list() if name in precisions.FORMATS and name not in refused]

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from accelerate.utils import MegatronLMPlugin, add_model_config_to_megatron_parser
+
 
 @dataclass
 class Shape:
@@ -15,6 +17,7 @@ class Shape:
     width: int = 64
     heads: int = 4
     blocks: int = 4
+    model_type: str = "example-gpt"
 
 
 class Block(nn.Module):
@@ -84,6 +87,7 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.config = shape
         self.embedding = Embedding(shape)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
         self.head = Head(shape)
@@ -104,3 +108,42 @@ class GPT(nn.Module):
 
     def pipeline_loss(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+# How Megatron-LM builds the model (use_megatron_lm): its sizes, what its arguments are called, and where its weights go.
+@add_model_config_to_megatron_parser("example-gpt")
+def describe(megatron_lm_plugin: MegatronLMPlugin, model: GPT, batch_data: object) -> None:
+    shape = model.config
+    weights = {
+        "embedding.tokens.weight": "embedding.word_embeddings.weight",
+        "embedding.positions.weight": "embedding.position_embeddings.weight",
+        "head.norm.weight": "decoder.final_layernorm.weight",
+        "head.norm.bias": "decoder.final_layernorm.bias",
+        "head.scores.weight": "output_layer.weight",
+    }
+    for index in range(shape.blocks):
+        block, layer = f"blocks.{index}", f"decoder.layers.{index}"
+        for theirs, ours in (("query", "q"), ("key", "k"), ("value", "v")):
+            weights[f"{block}.{theirs}.weight"] = f"{layer}.self_attention.linear_qkv.weight:{ours}"
+        weights[f"{block}.out.weight"] = f"{layer}.self_attention.linear_proj.weight"
+        for kind in ("weight", "bias"):
+            weights[f"{block}.attention_norm.{kind}"] = f"{layer}.input_layernorm.{kind}"
+            weights[f"{block}.norm.{kind}"] = f"{layer}.pre_mlp_layernorm.{kind}"
+            weights[f"{block}.up.{kind}"] = f"{layer}.mlp.linear_fc1.{kind}"
+            weights[f"{block}.down.{kind}"] = f"{layer}.mlp.linear_fc2.{kind}"
+    megatron_lm_plugin.megatron_lm_default_args.update(
+        model_type_name="gpt",
+        num_layers=shape.blocks,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        seq_length=shape.length,
+        max_position_embeddings=shape.length,
+        orig_vocab_size=shape.vocabulary,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        untie_embeddings_and_output_weights=True,
+        # The loss is returned alone, and the targets are shifted already, as in Megatron's own data.
+        model_return_dict=None,
+        input_names={"targets": "labels"},
+        weight_map=weights,
+    )

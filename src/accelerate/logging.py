@@ -45,7 +45,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
                 if turn == runtime.rank and self.isEnabledFor(level):
                     self._emit(level, msg, args, kwargs)
                 process_control.barrier()
-        elif self.isEnabledFor(level) and (not main_process_only or runtime.rank == 0):
+        elif self.isEnabledFor(level) and (not main_process_only or runtime.rank == current.main_rank()):
             self._emit(level, msg, args, kwargs)
 
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

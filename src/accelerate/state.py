@@ -123,13 +123,13 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this is the process with global rank 0."""
-        return self.process_index == 0
+        """Return whether this process prints, logs and saves for all: rank 0, under Megatron-LM the last one."""
+        return self.process_index == current.main_rank()
 
     @property
     def is_local_main_process(self) -> bool:
-        """Return whether this is the first process of its machine."""
-        return self.local_process_index == 0
+        """Return whether this process prints for its machine: the first one there, under Megatron-LM the last of all."""
+        return self.local_process_index == 0 if current.main_rank() == 0 else self.is_main_process
 
     @property
     def is_last_process(self) -> bool:

@@ -39,6 +39,8 @@ pytestmark = [
 STRATEGIES = {strategy.name: strategy for strategy in strategies.all_strategies()}
 # Those of XLA devices live by the same contract where torch_xla is: tests/xla.
 OF_XLA = ("xla", "xla-spmd")
+# Trains Transformers models alone: tests/multiprocess/test_megatron.py.
+OF_TRANSFORMERS = ("megatron",)
 
 
 def fsdp(version: int) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def test_a_model_lives_the_same_life_everywhere(name: str, precision: str) -> No
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_names_itself(name: str) -> None:
     strategy = STRATEGIES[name]
-    assert {*RUNS, *OF_XLA} == set(STRATEGIES), "every strategy lives by the contract"
+    assert {*RUNS, *OF_XLA, *OF_TRANSFORMERS} == set(STRATEGIES), "every strategy lives by the contract"
     assert len(STRATEGIES) == len(strategies.all_strategies())
     assert isinstance(strategy.caps, Capabilities)
     assert strategy.label(current.runtime()) in DistributedType

@@ -49,7 +49,7 @@ def test_one_process_learns() -> None:
 
 
 def test_there_is_a_file_for_each_layout() -> None:
-    engines = {"deepspeed_zero2", "deepspeed_zero3"}
+    engines = {"deepspeed_zero2", "deepspeed_zero3", "megatron"}
     assert set(CONFIGS) == {"ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_cp", "pipeline"} | engines
 
 
@@ -60,8 +60,9 @@ STARTED = {"ddp", "pipeline"}
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layout_trains_as_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # a file that names another one does so from here
-    if name.startswith("deepspeed") and find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed")
+    package = {"deepspeed_zero2": "deepspeed", "deepspeed_zero3": "deepspeed", "megatron": "megatron"}.get(name)
+    if package is not None and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     options = ["--config_file", EXAMPLE / "configs" / f"{name}.yaml"]
     if name in STARTED:
         launched = losses("-m", "accelerate.commands.accelerate_cli", "launch", *options)

@@ -28,7 +28,7 @@ def stub_names(module_name: str) -> dict[str, str]:
 
     A stub may hold three kinds of statements: `from home import name as name`; `from accelerate.utils.part import *`,
     which stands for the names of that module's stub and for the module itself; and `other = name` after a plain
-    `from home import name`.
+    `from home import name, ...`.
     """
     path = _PACKAGE_FOLDER + "/".join(module_name.split(".")[1:])
     # By its namespace: to ask a lazy module for an attribute that it lacks would lead here again.
@@ -37,15 +37,15 @@ def stub_names(module_name: str) -> dict[str, str]:
     data: bytes = __loader__.get_data(path.rstrip("/") + ("/__init__.pyi" if is_package else ".pyi"))  # type: ignore[name-defined]
     names: dict[str, str] = {}
     homes: dict[str, str] = {}
-    # A statement that is too long for a line stands in parentheses on three.
-    for statement in data.decode().replace("(\n", "").replace(",\n)", "").splitlines():
+    # A statement that is too long for a line stands in parentheses on several.
+    for statement in data.decode().replace("(\n", "").replace(",\n)", "").replace(",\n ", ", ").splitlines():
         match statement.split():
             case ["from", home, "import", "*"]:
                 names |= {**stub_names(home), home.rpartition(".")[2]: home}
             case ["from", home, "import", name, "as", _]:
                 names[name] = home
-            case ["from", home, "import", name]:
-                homes[name] = home
+            case ["from", home, "import", *several]:
+                homes |= {name.rstrip(","): home for name in several}
             case [name, "=", original]:
                 names[name] = f"{homes[original]}:{original}"
     return names

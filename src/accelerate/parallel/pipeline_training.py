@@ -91,7 +91,7 @@ def check_parts(model: torch.nn.Module, stages: int) -> Sequence[torch.nn.Module
     return parts
 
 
-class _KnownGradients(torch.autograd.Function):
+class KnownGradients(torch.autograd.Function):
     """A loss whose gradients were computed with it: a backward pass hands them on."""
 
     @staticmethod
@@ -181,7 +181,7 @@ class PipelineStage(torch.nn.Module):
         gradients = self._pass_both_ways(inputs, targets, losses)
         if losses:
             loss += torch.stack([entry.detach() for entry in losses]).mean()
-        result: torch.Tensor = _KnownGradients.apply(self._from_last(loss), gradients, *self.parameters())  # type: ignore[no-untyped-call]
+        result: torch.Tensor = KnownGradients.apply(self._from_last(loss), gradients, *self.parameters())  # type: ignore[no-untyped-call]
         return result
 
     def _pass_both_ways(

@@ -69,6 +69,9 @@ def extract_model_from_parallel(
         model = model.get_submodule("module")
         if not keep_torch_compile and "_orig_mod" in model.__dict__:
             model = model.__dict__["_orig_mod"]
+    if "unwrapped_model" in model.__dict__:  # an engine that trains another model in its place
+        inner: torch.nn.Module = model.__dict__["unwrapped_model"]
+        return inner
     if recursive:
         for name, child in list(model.named_children()):
             unwrapped = extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive=True)

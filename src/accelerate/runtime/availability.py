@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.imports import has_package, is_package_available
 from accelerate.config import env
@@ -67,7 +65,5 @@ def install_rich_traceback() -> None:
 
 
 def is_megatron_lm_available() -> bool:
-    """Say whether Megatron-LM is installed with its trainer and `ACCELERATE_USE_MEGATRON_LM` asks for it."""
-    if not env.flag("ACCELERATE_USE_MEGATRON_LM") or not has_package("megatron.core", minimum="0.8.0"):
-        return False
-    return importlib.util.find_spec("megatron.training") is not None
+    """Say whether megatron-core is installed and `ACCELERATE_USE_MEGATRON_LM` asks for it."""
+    return env.flag("ACCELERATE_USE_MEGATRON_LM") and has_package("megatron.core", minimum="0.16.0")

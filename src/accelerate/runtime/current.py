@@ -27,6 +27,7 @@ RENDEZVOUS: dict[str, Any] = {}
 """Where this process met the others; it outlives a reset, because they meet there again."""
 
 _RUNTIME = "_runtime"
+_MAIN_RANK = "_main_rank"
 _SLOTS = "_slots"
 _NUMBERS = "_numbers"
 _MADE_AT = "_made_at"
@@ -107,6 +108,17 @@ def install(started: Runtime, **facts: Any) -> None:
     PARTIAL[_RUNTIME] = started
     PARTIAL[_SLOTS] = {}
     PARTIAL[_MADE_AT] = _running_cell()
+
+
+def main_rank() -> int:
+    """Return the rank that prints, logs and saves for all: the first one, unless the strategy of the run says another."""
+    rank: int = PARTIAL.get(_MAIN_RANK, 0)
+    return rank
+
+
+def set_main_rank(rank: int) -> None:
+    """Say which rank prints, logs and saves for all."""
+    PARTIAL[_MAIN_RANK] = rank
 
 
 def made_at() -> str | None:

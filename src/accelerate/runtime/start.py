@@ -35,7 +35,7 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, 
     backend = choice.value
     if together:
         backend.use_together()
-    topology = _existing_group() or _own_ranks(backend) or rank_sources.detect()
+    topology = expected_topology(backend)
     device = _choose_device(backend, topology)
     for name, value in backend.process_variables:
         env.put(name, value)
@@ -65,6 +65,11 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, 
         process_index=topology.rank,
     )
     return started
+
+
+def expected_topology(backend: DeviceBackend) -> Topology:
+    """Return the ranks that this process has, or will have when it is started."""
+    return current.active() or _existing_group() or _own_ranks(backend) or rank_sources.detect()
 
 
 def _existing_group() -> Topology | None:

@@ -67,7 +67,7 @@ class Bundle:
         args: The objects to prepare.
         device_placement: A flag per object, or None to use the default for all.
         loader_classes: Further classes that count as loaders.
-        placeholders: Further classes that stand for an "optimizer" or a "scheduler".
+        placeholders: Further classes that stand for an "optimizer", a "scheduler" or a "loader".
 
     Raises:
         ConfigurationError: If the flags do not match the objects, or an object was given twice.
@@ -93,7 +93,9 @@ class Bundle:
         seen: set[int] = set()
         for given, placement in zip(args, device_placement or [None] * len(args), strict=True):
             kind = next((kind for known, kind in kinds if isinstance(given, known)), ObjectKind.OTHER)
-            if kind is not ObjectKind.OTHER and id(given) in seen:
+            is_loader_to_be = kind is ObjectKind.LOADER and isinstance(given, tuple(placeholders))
+            # One that describes several loaders is given once for each of them.
+            if kind is not ObjectKind.OTHER and id(given) in seen and not is_loader_to_be:
                 raise ConfigurationError(
                     f"The same {kind.value} ({type(given).__name__}) was given twice to prepare(): it would be "
                     "wrapped twice. Give each object once."
@@ -192,8 +194,12 @@ class Preparer:
 
     def _prepare_together(self, bundle: Bundle, strategy: JointStrategy) -> None:
         """Let the engine make what takes the place of a model, its optimizer and its scheduler."""
+        to_be = [
+            entry for entry in bundle.of(ObjectKind.LOADER) if isinstance(entry.given, tuple(strategy.placeholders))
+        ]
         for argument in bundle.of(ObjectKind.LOADER):
-            argument.result = self.prepare_loader(argument.given, argument.device_placement)
+            if argument not in to_be:
+                argument.result = self.prepare_loader(argument.given, argument.device_placement)
         kinds = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
         models, optimizers, schedulers = (_unprepared(bundle, kind) for kind in kinds)
         loaders = [argument.given for argument in bundle.of(ObjectKind.LOADER)] or self.objects.loaders
@@ -222,6 +228,9 @@ class Preparer:
             argument.result = self.prepare_scheduler(argument.given)
         for argument in bundle.of(ObjectKind.LOADER) if models else ():
             argument.result = self.share_sequences(argument.result)
+        for argument, loader in zip(to_be, strategy.make_loaders([entry.given for entry in to_be]), strict=True):
+            prepared = None if loader is None else self.prepare_loader(loader, argument.device_placement)
+            argument.result = None if prepared is None else strategy.finish_loader(prepared)
 
     def share_sequences(self, loader: Any) -> Any:
         """Let ranks that split sequences work on the batches of a prepared loader together."""
@@ -424,6 +433,7 @@ class Preparer:
             return loader
         options = self.run.options
         config = options.dataloader_config
+        loader = self.run.strategy.fit_batches(loader)
         # A mesh says by itself which ranks read the same data, and that they must agree on its order.
         mesh = current.ACCELERATOR.get("device_mesh")
         index, count = self.run.strategy.data_shard() if mesh is None else (None, None)

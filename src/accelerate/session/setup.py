@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice, log_once, user_stacklevel, warn_once
-from accelerate._base.imports import is_deepspeed_available, require
+from accelerate._base.imports import has_package, is_deepspeed_available, require
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
@@ -34,7 +34,7 @@ from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 from accelerate.runtime.gradient_clock import GradientState
-from accelerate.runtime.start import choose_backend, start
+from accelerate.runtime.start import choose_backend, expected_topology, start
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import EngineRequest, Strategy, StrategyContext
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # most runs have no mesh and no tracker: their modules are im
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
+    from accelerate.config.plugins.megatron import MegatronLMPlugin
+    from accelerate.devices.base import DeviceBackend
     from accelerate.tracking.registry import Chosen
 
 _LOG = logging.getLogger(__name__)
@@ -55,7 +57,11 @@ PROCESS_FACTS = (
     "process_index",
 )
 """What `AcceleratorState` shows of `PartialState`."""
-_SWITCHES = {"fsdp": "ACCELERATE_USE_FSDP", "deepspeed": "ACCELERATE_USE_DEEPSPEED"}
+_SWITCHES = {
+    "fsdp": "ACCELERATE_USE_FSDP",
+    "deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "megatron": "ACCELERATE_USE_MEGATRON_LM",
+}
 SWITCHED_ON = "_switched_on"
 """The variables by which model libraries learn of an engine, and that this run has set."""
 
@@ -259,6 +265,21 @@ def _fit_deepspeed(plugins: dict[str, DeepSpeedPlugin], options: RunSettings) ->
     accumulation.num_steps = int(steps)
 
 
+def _fit_megatron(plugin: MegatronLMPlugin, backend: DeviceBackend) -> None:
+    """Refuse settings of Megatron-LM that cannot work, before a process is started.
+
+    Raises:
+        ConfigurationError: If a value cannot be, or the processes cannot be shared out as it says.
+        MissingPackageError: If megatron-core is not installed.
+    """
+    from accelerate.strategies.megatron.configs import check_options, degrees_of
+
+    if not has_package("megatron.core"):
+        require("megatron.core", why="MegatronLMPlugin", extra="megatron")
+    check_options(plugin)
+    degrees_of(plugin).data_parallel(expected_topology(backend).world_size)
+
+
 def parallelism_from_environment() -> ParallelismConfig | None:
     """Return the sizes that the launcher asks for, None if it does not."""
     return ParallelismConfig() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
@@ -272,9 +293,12 @@ def start_run(options: RunSettings) -> Run:
     """
     request = options.request
     cpu = options.cpu or env.flag("ACCELERATE_USE_CPU")
-    strategies.require_known(request, choose_backend(cpu).value)
+    backend = choose_backend(cpu).value
+    strategies.require_known(request, backend)
     if "deepspeed" in request.engines:
         _fit_deepspeed(request.engines["deepspeed"], options)
+    if "megatron" in request.engines:
+        _fit_megatron(request.engines["megatron"], backend)
     shared = current.ACCELERATOR
     if shared:
         check_agreement(options.mixed_precision, options.cpu)
@@ -284,6 +308,8 @@ def start_run(options: RunSettings) -> Run:
             engines["fsdp"] = shared["fsdp_plugin"]
         if shared["deepspeed_plugins"] is not None:
             engines["deepspeed"] = shared["deepspeed_plugins"]
+        if shared["megatron_lm_plugin"] is not None:
+            engines["megatron"] = shared["megatron_lm_plugin"]
         request = EngineRequest(engines, request.parallelism)
     asked = resolve_precision(options.mixed_precision)
     if (shared["_mixed_precision"] if shared else asked.value) == "fp8":
@@ -293,6 +319,7 @@ def start_run(options: RunSettings) -> Run:
     precision_name = Choice(shared["_mixed_precision"], asked.reason) if shared else _on_device(asked, runtime)
     if not shared:
         _publish(options, request, precision_name.value, chosen.value.label(runtime))
+        current.set_main_rank(chosen.value.main_rank(runtime))
     mesh: DeviceMesh | None = None
     if request.parallelism is not None:
         mesh = shared["device_mesh"] = chosen.value.lay_out(request.parallelism, runtime)
@@ -333,6 +360,7 @@ def _publish(options: RunSettings, request: EngineRequest, precision: str, label
         dynamo_plugin=options.dynamo,
         deepspeed_plugins=request.engines.get("deepspeed"),
         fsdp_plugin=fsdp,
+        megatron_lm_plugin=request.engines.get("megatron"),
         torch_tp_plugin=options.torch_tp_plugin,
         parallelism_config=request.parallelism,
         device_mesh=None,

@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # most runs have no mesh and no engine
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
+    from accelerate.config.plugins.megatron import MegatronLMPlugin
 
 Step = Callable[[torch.nn.Module], torch.nn.Module]
 
@@ -95,6 +96,8 @@ class EngineRequest:
             engines["fsdp"] = FullyShardedDataParallelPlugin() if given is None else given
         if "deepspeed" in engines:
             engines["deepspeed"] = _deepspeed_plugins(engines["deepspeed"])
+        if "megatron" in engines:
+            engines["megatron"] = _megatron_plugin(engines["megatron"])
         return cls(engines, parallelism)
 
 
@@ -114,6 +117,21 @@ def _deepspeed_plugins(given: Any) -> dict[str, DeepSpeedPlugin]:
             "DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}."
         )
     return dict(plugins)
+
+
+def _megatron_plugin(given: Any) -> MegatronLMPlugin:
+    """Return the settings of Megatron-LM; those that were not given are an earlier run's, or the launcher's."""
+    from accelerate.config.plugins.megatron import MegatronLMPlugin
+
+    if given is None:
+        earlier: MegatronLMPlugin | None = current.ACCELERATOR.get("megatron_lm_plugin")
+        return earlier if earlier is not None else MegatronLMPlugin()
+    if not isinstance(given, MegatronLMPlugin):
+        raise WrongTypeError(
+            f"megatron_lm_plugin={given!r} is a {type(given).__name__}, which says nothing of Megatron-LM. Pass a "
+            "MegatronLMPlugin(...)."
+        )
+    return given
 
 
 @dataclass(frozen=True)
@@ -170,7 +188,7 @@ class Strategy:
     """The engine whose plugin selects this strategy, None where no plugin is needed."""
     caps: ClassVar[Capabilities] = Capabilities()
     placeholders: ClassVar[Mapping[type, str]] = {}
-    """Further classes that `prepare` takes for an "optimizer" or a "scheduler"."""
+    """Further classes that `prepare` takes for an "optimizer", a "scheduler" or a "loader"."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -186,6 +204,11 @@ class Strategy:
     def label(cls, runtime: Runtime) -> DistributedType:
         """Return the name of this regime in the public enumeration."""
         return DistributedType.NO
+
+    @classmethod
+    def main_rank(cls, runtime: Runtime) -> int:
+        """Return the rank that prints, logs and saves for all."""
+        return 0
 
     @classmethod
     def lay_out(cls, sizes: ParallelismConfig, runtime: Runtime) -> DeviceMesh | None:
@@ -316,6 +339,10 @@ class Strategy:
             *(OptimizerPart(optimizer, i) for i, optimizer in enumerate(prepared.optimizers)),
         ]
 
+    def fit_batches(self, loader: Any) -> Any:
+        """Return a loader that is to be prepared with batches of the size that a step takes."""
+        return loader
+
     def share_batches(self, loader: Any) -> None:
         """Let the devices of this process share the batches of a prepared loader, where it has several."""
 
@@ -380,3 +407,11 @@ class JointStrategy(Strategy, ABC):
             loaders: What the model is trained with, prepared or not.
             place: Move the model to the device of this process.
         """
+
+    def make_loaders(self, placeholders: Sequence[Any]) -> list[Any]:
+        """Return the loaders that placeholders stand for, None for one without data; they are prepared afterwards."""
+        return []
+
+    def finish_loader(self, loader: Any) -> Any:
+        """Return what a program gets in the place of a prepared loader that a placeholder stood for."""
+        return loader

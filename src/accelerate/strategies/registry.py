@@ -37,6 +37,7 @@ _STRATEGIES: list[type[Strategy] | _LazyStrategy] = [
     _LazyStrategy("accelerate.strategies.fsdp.fsdp2", "FSDP2Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.fsdp.fsdp1", "FSDP1Strategy", "fsdp"),
     _LazyStrategy("accelerate.strategies.deepspeed.strategy", "DeepSpeedStrategy", "deepspeed"),
+    _LazyStrategy("accelerate.strategies.megatron.strategy", "MegatronStrategy", "megatron"),
     _LazyStrategy("accelerate.strategies.xla.spmd", "SpmdStrategy", device=XLA.type),
     _LazyStrategy("accelerate.strategies.xla.strategy", "XlaStrategy", device=XLA.type),
     _LazyStrategy("accelerate.strategies.parallel", "ParallelStrategy"),

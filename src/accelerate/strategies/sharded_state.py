@@ -114,7 +114,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, saved: Path | StateDi
     by_name = dict(zip((name for group in here for name in group), parameters, strict=True))
     full: StateDict = {}
     if isinstance(saved, Path):
-        shapes = _shapes_in_folder(saved)
+        shapes = shapes_in_folder(saved)
         if is_stage:
             for group in shapes["param_groups"]:
                 group["params"] = [name for name in group["params"] if name in by_name]
@@ -134,7 +134,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, saved: Path | StateDi
     plain.load_state_dict(by_position({"state": state, "param_groups": shapes["param_groups"]}))
 
 
-def _shapes_in_folder(folder: Path) -> StateDict:
+def shapes_in_folder(folder: Path) -> StateDict:
     """Return the state in a folder of shards, with tensors without memory in place of its tensors."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -27,7 +27,7 @@ def on_main_process(function: F) -> F:
 
     @wraps(function)
     def on_this_process(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", False) and current.runtime().rank != 0:
+        if getattr(self, "main_process_only", False) and current.runtime().rank != current.main_rank():
             return None
         return function(self, *args, **kwargs)
 

@@ -36,5 +36,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     if main_process_only and not kwargs.get("disable", False):
         from accelerate.runtime import current
 
-        kwargs["disable"] = current.runtime().local_rank != 0
+        runtime, main = current.runtime(), current.main_rank()
+        kwargs["disable"] = runtime.rank != main if main else runtime.local_rank != 0
     return bars.tqdm(*args, **kwargs)

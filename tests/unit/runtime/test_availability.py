@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from accelerate._base.imports import is_package_available
 from accelerate.runtime.availability import is_megatron_lm_available, is_rich_available
 
 
@@ -14,6 +15,8 @@ def test_rich_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_rich_available() is True
 
 
-def test_megatron_is_not_here_even_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "1")
+def test_megatron_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
     assert is_megatron_lm_available() is False
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "1")
+    assert is_megatron_lm_available() is is_package_available("megatron.core")

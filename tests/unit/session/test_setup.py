@@ -13,6 +13,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate._base.enums import FP8BackendType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate.config.env import patch_environment
+from accelerate.config.plugins.megatron import MegatronLMPlugin
 from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs
 from accelerate.config.plugins.training import (
     AutocastKwargs,
@@ -53,8 +54,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, "two AutocastKwargs"),
     ({"kwargs_handlers": [MSAMPRecipeKwargs()]}, "MSAMPRecipeKwargs was given with mixed_precision='no'"),
     ({"mixed_precision": "fp4"}, "mixed_precision='fp4'"),
-    ({"fsdp_plugin": FullyShardedDataParallelPlugin(), "megatron_lm_plugin": object()}, "engine"),
-    ({"megatron_lm_plugin": object()}, "The engine 'megatron' was asked for"),
+    ({"fsdp_plugin": FullyShardedDataParallelPlugin(), "megatron_lm_plugin": MegatronLMPlugin()}, "engines"),
+    ({"megatron_lm_plugin": MegatronLMPlugin(tp_degree=2)}, "needs a multiple of 2 processes, and there are 1"),
     ({"deepspeed_plugin": object(), "deepspeed_plugins": object()}, "are one argument"),
 ]
 
@@ -80,7 +81,8 @@ def test_handlers_of_different_classes_go_together() -> None:
 
 
 def test_an_engine_switched_on_by_the_environment() -> None:
-    with patch_environment(accelerate_use_megatron_lm="true"), pytest.raises(ConfigurationError, match="'megatron'"):
+    settings = {"accelerate_use_megatron_lm": "true", "megatron_lm_tp_degree": "3"}
+    with patch_environment(**settings), pytest.raises(ConfigurationError, match="needs a multiple of 3 processes"):
         Accelerator()
     assert current.active() is None
 

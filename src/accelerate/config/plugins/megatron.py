@@ -1,4 +1,4 @@
-"""Megatron-LM in programs: its options, and what it must know of a Transformers model, by the model's type."""
+"""Megatron-LM in programs: its options, as the arguments that they give it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,29 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
 from accelerate.config.knob import Codec, Settings, knob, shared
+from accelerate.config.plugins.megatron_models import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    add_model_config_to_megatron_parser,
+    parse_bert_config,
+    parse_glm4_moe_config,
+    parse_gpt2_config,
+    parse_llama_config,
+    parse_t5_config,
+)
 from accelerate.config.sections.engines import MegatronOptions
 
-Batch = Mapping[str, Any] | None
-Parser = Callable[["MegatronLMPlugin", Any, Batch], None]
-
-MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
-"""The parsers by the model type, or a part of it, that each is for."""
+# The names of models stand here for programs, whose place for them this is.
+__all__ = [
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
+    "SCHEDULE",
+    "MegatronLMPlugin",
+    "add_model_config_to_megatron_parser",
+    "parse_bert_config",
+    "parse_glm4_moe_config",
+    "parse_gpt2_config",
+    "parse_llama_config",
+    "parse_t5_config",
+]
 
 _WORD: Codec[Any] = Codec(
     parse=lambda text: {"true": True, "false": False}.get(text.lower(), text),
@@ -64,7 +80,7 @@ _SAME_NAMES = [
     "calculate_per_token_loss",
     "use_rotary_position_embeddings",
 ]
-_SCHEDULE = [
+SCHEDULE = (
     "train_iters",
     "lr_warmup_iters",
     "train_samples",
@@ -77,7 +93,19 @@ _SCHEDULE = [
     "start_weight_decay",
     "end_weight_decay",
     "min_lr",
-]
+)
+"""The arguments of the schedules of the learning rate and of weight decay."""
+# Where these are not given they are as the model says, so they are no arguments then.
+_OF_THE_MODEL = {
+    "attention_dropout",
+    "hidden_dropout",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "use_rotary_position_embeddings",
+}
+# What torch's optimizers may be told and Megatron-LM's cannot.
+_ONLY = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
 
 
 @dataclass
@@ -106,20 +134,22 @@ class MegatronLMPlugin(Settings):
     decoder_last_pipeline_num_layers: int | None = shared(
         MegatronOptions, "megatron_lm_decoder_last_pipeline_num_layers"
     )
-    recompute_granularity: str = shared(MegatronOptions, "megatron_lm_recompute_granularity", fallback="full")
-    recompute_method: str = shared(MegatronOptions, "megatron_lm_recompute_method", fallback="uniform")
-    recompute_num_layers: int = shared(MegatronOptions, "megatron_lm_recompute_num_layers", fallback=1)
+    # Nobody who trains should pay for recomputation unasked.
+    recompute_granularity: str | None = shared(MegatronOptions, "megatron_lm_recompute_granularity")
+    recompute_method: str | None = shared(MegatronOptions, "megatron_lm_recompute_method")
+    recompute_num_layers: int | None = shared(MegatronOptions, "megatron_lm_recompute_num_layers")
     attention_backend: bool | str = shared(MegatronOptions, "megatron_lm_attention_backend", codec=_WORD, fallback=True)
     expert_model_parallel_size: int = shared(MegatronOptions, "megatron_lm_expert_model_parallel_size", fallback=1)
-    context_parallel_size: int = shared(MegatronOptions, "megatron_lm_context_parallel_size", fallback=2)
-    attention_dropout: float = shared(MegatronOptions, "megatron_lm_attention_dropout", fallback=0.0)
-    hidden_dropout: float = shared(MegatronOptions, "megatron_lm_hidden_dropout", fallback=0.0)
+    # Two would refuse every run of an odd number of processes, and every run on the CPU.
+    context_parallel_size: int = shared(MegatronOptions, "megatron_lm_context_parallel_size", fallback=1)
+    # A number of our own would silently train another model than the given one.
+    attention_dropout: float | None = shared(MegatronOptions, "megatron_lm_attention_dropout")
+    hidden_dropout: float | None = shared(MegatronOptions, "megatron_lm_hidden_dropout")
     attention_softmax_in_fp32: bool = shared(MegatronOptions, "megatron_lm_attention_softmax_in_fp32", fallback=True)
     expert_tensor_parallel_size: int = shared(MegatronOptions, "megatron_lm_expert_tensor_parallel_size", fallback=1)
     calculate_per_token_loss: bool = shared(MegatronOptions, "megatron_lm_calculate_per_token_loss", fallback=True)
-    use_rotary_position_embeddings: bool = shared(
-        MegatronOptions, "megatron_lm_use_rotary_position_embeddings", fallback=True
-    )
+    # Only the model knows which positions its weights were made for.
+    use_rotary_position_embeddings: bool | None = shared(MegatronOptions, "megatron_lm_use_rotary_position_embeddings")
     num_micro_batches: int = shared(MegatronOptions, "megatron_lm_num_micro_batches", fallback=1)
     gradient_clipping: float = shared(MegatronOptions, "megatron_lm_gradient_clipping", fallback=1.0)
     sequence_parallelism: bool = shared(MegatronOptions, "megatron_lm_sequence_parallelism", fallback=False)
@@ -177,12 +207,18 @@ class MegatronLMPlugin(Settings):
             "DDP_impl": self.DDP_impl,
             **{name: getattr(self, name) for name in _SAME_NAMES},
         }
+        for name in _OF_THE_MODEL:
+            if getattr(self, name) is None:
+                del self.megatron_lm_default_args[name]
+        self._of_former_model: set[str] = set()
         if self.recompute_activations:
             self.megatron_lm_default_args["recompute_activations"] = True
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
-        if self.set_all_logging_options:
-            self.set_tensorboard_logging_options()
+        self._apply_others()
+
+    def _apply_others(self) -> None:
+        """Let the arguments that win over all others do so."""
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def set_network_size_args(self, model: Any, batch_data: Mapping[str, Any] | None = None) -> None:
@@ -203,16 +239,26 @@ class MegatronLMPlugin(Settings):
                 f"Known are {', '.join(MODEL_CONFIGS_TO_MEGATRON_PARSERS)}; register another with "
                 "add_model_config_to_megatron_parser."
             )
+        arguments = self.megatron_lm_default_args
+        for name in self._of_former_model:
+            arguments.pop(name, None)
+        self._apply_others()
+        before = set(arguments)
         parser(self, model, batch_data)
+        self._of_former_model = set(arguments) - before
+        self._apply_others()
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Add the precision."""
+        for name in ("fp16", "bf16"):
+            self.megatron_lm_default_args.pop(name, None)
         if mixed_precision in ("fp16", "bf16"):
             self.megatron_lm_default_args[mixed_precision] = True
         if mixed_precision == "bf16":
             # Only this one sums gradients in 32 bits.
             self.DDP_impl = "local"
             self.megatron_lm_default_args["DDP_impl"] = self.DDP_impl
+        self._apply_others()
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
         """Add the sizes of batches.
@@ -223,7 +269,8 @@ class MegatronLMPlugin(Settings):
         """
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
-        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        num_micro_batches = (self.other_megatron_args or {}).get("num_micro_batches", self.num_micro_batches)
+        self.global_batch_size = dp_degree * micro_batch_size * num_micro_batches
         for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
             self.megatron_lm_default_args[name] = getattr(self, name)
 
@@ -234,35 +281,53 @@ class MegatronLMPlugin(Settings):
             ConfigurationError: Megatron-LM has no such optimizer.
         """
         kind, numbers = type(optimizer).__name__.lower(), optimizer.defaults
-        args = self.megatron_lm_default_args
-        if "adam" in kind:
-            args["optimizer"] = "adam"
-            args["adam_beta1"], args["adam_beta2"] = numbers["betas"]
-            args["adam_eps"] = numbers["eps"]
-        elif "sgd" in kind:
-            args["optimizer"] = "sgd"
-            args["sgd_momentum"] = numbers["momentum"]
-        else:
+        if kind not in ("adam", "adamw", "sgd"):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} is not an optimizer of Megatron-LM. Use Adam, AdamW or SGD."
             )
+        for name, value in _ONLY.items():
+            if numbers.get(name, value) != value:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__}({name}={numbers[name]!r}) is nothing that the optimizers of "
+                    f"Megatron-LM do. Write {name}={value!r}."
+                )
+        args = self.megatron_lm_default_args
+        if kind == "sgd":
+            args.update(optimizer="sgd", sgd_momentum=numbers["momentum"])
+        else:
+            args["optimizer"] = "adam"
+            args["adam_beta1"], args["adam_beta2"] = numbers["betas"]
+            args["adam_eps"] = numbers["eps"]
+            args["decoupled_weight_decay"] = numbers.get("decoupled_weight_decay", kind == "adamw")
         args["lr"], args["weight_decay"] = numbers["lr"], numbers["weight_decay"]
+        self._apply_others()
 
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Add the schedule; steps that were not given come from a `MegatronLMDummyScheduler`.
 
         Its steps are those of the program, which Megatron-LM shares among the replicas: call `set_training_args` first.
-        """
-        replicas = self.megatron_lm_default_args["data_parallel_size"]
-        if self.train_iters is None:
-            self.train_iters = scheduler.total_num_steps // replicas
-            self._drop_samples("train_samples", "train_iters", None)
-        if self.lr_warmup_iters is None:
-            self.lr_warmup_iters = scheduler.warmup_num_steps // replicas
-            self._drop_samples("lr_warmup_samples", "lr_warmup_iters", 0)
-        self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
 
-    def _drop_samples(self, name: str, instead: str, value: int | None) -> None:
+        Raises:
+            ConfigurationError: The scheduler is one that computes learning rates itself.
+        """
+        if not hasattr(scheduler, "total_num_steps"):
+            raise ConfigurationError(
+                f"{type(scheduler).__name__} does not say how many steps there are, and Megatron-LM has schedules of "
+                "its own. Give a MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...)."
+            )
+        replicas = self.megatron_lm_default_args["data_parallel_size"]
+        if self.train_iters is None and scheduler.total_num_steps is not None:
+            self.train_iters = scheduler.total_num_steps // replicas
+            self._leave_out("train_samples", "train_iters", None)
+        warmup = (scheduler.warmup_num_steps or 0) // replicas
+        if self.lr_warmup_iters is None and (warmup or not (self.lr_warmup_samples or self.lr_warmup_fraction)):
+            self.lr_warmup_iters = warmup
+            self._leave_out("lr_warmup_samples", "lr_warmup_iters", 0)
+            self._leave_out("lr_warmup_fraction", "lr_warmup_iters", None)
+        self.megatron_lm_default_args.update({name: getattr(self, name) for name in SCHEDULE})
+        self._apply_others()
+
+    def _leave_out(self, name: str, instead: str, value: int | None) -> None:
         if getattr(self, name) is not None:
             warn_once(
                 f"MegatronLMPlugin({name}={getattr(self, name)!r}) is left out: the scheduler gives steps, and so "
@@ -272,7 +337,7 @@ class MegatronLMPlugin(Settings):
         setattr(self, name, value)
 
     def set_tensorboard_logging_options(self) -> None:
-        """Turn on everything that Megatron-LM can log.
+        """Turn on everything that Megatron-LM's own trainer can log.
 
         Raises:
             MissingPackageError: Megatron-LM is not installed with its trainer.
@@ -283,132 +348,3 @@ class MegatronLMPlugin(Settings):
         for name in vars(known.parse_args([])):
             if name.startswith("log_"):
                 self.megatron_lm_default_args[name] = True
-
-
-# --- models -------------------------------------------------------------------------------------------------------------
-
-
-def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
-    """Register a function that writes a model's sizes into `plugin.megatron_lm_default_args`.
-
-    Args:
-        model_type: `config.model_type` of the models it is for, or a part of it.
-
-    Example:
-        >>> @add_model_config_to_megatron_parser("opt")
-        ... def parse_opt_config(megatron_lm_plugin, model, batch_data):
-        ...     megatron_lm_plugin.megatron_lm_default_args["num_layers"] = model.config.num_hidden_layers
-    """
-
-    def register(parser: Parser) -> Parser:
-        MODEL_CONFIGS_TO_MEGATRON_PARSERS[model_type] = parser
-        return parser
-
-    return register
-
-
-def _length(batch: Batch, keys: tuple[str, ...], otherwise: int) -> int:
-    """Return the length of the sequences of a batch, or another number where there are none."""
-    found = next((batch[key] for key in keys if key in batch), None) if batch is not None else None
-    return otherwise if found is None else int(found.shape[1])
-
-
-def _sequence_length(plugin: MegatronLMPlugin, other: str, config: Any, batch: Batch) -> dict[str, int]:
-    """Return the length of sequences: as given, else that of the batch, else the longest that the model takes."""
-    alternative = getattr(plugin, other)
-    if plugin.seq_length is not None and alternative not in (None, plugin.seq_length):
-        warn_once(
-            f"MegatronLMPlugin(seq_length={plugin.seq_length}, {other}={alternative}) gives two lengths to a model "
-            "that has one kind of sequence; seq_length is taken. Give one of them.",
-            stacklevel=5,
-        )
-    if plugin.seq_length is None:
-        longest = config.max_position_embeddings
-        plugin.seq_length = alternative or _length(batch, ("input_ids",), longest)
-    return {"seq_length": plugin.seq_length}
-
-
-def _common(plugin: MegatronLMPlugin, config: Any, kind: str, **changes: Any) -> None:
-    sizes = {
-        "model_type_name": kind,
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "pretraining_flag": True,
-        "orig_vocab_size": config.vocab_size,
-        "model_return_dict": getattr(config, "return_dict", True),
-    }
-    if "max_position_embeddings" not in changes:
-        sizes["max_position_embeddings"] = config.max_position_embeddings
-    plugin.megatron_lm_default_args.update({**sizes, **changes})
-
-
-def _decoder(plugin: MegatronLMPlugin, model: Any, batch: Batch, **changes: Any) -> None:
-    length = _sequence_length(plugin, "decoder_seq_length", model.config, batch)
-    _common(plugin, model.config, "gpt", return_logits=plugin.return_logits, **length, **changes)
-
-
-@add_model_config_to_megatron_parser("megatron-bert")
-def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Batch) -> None:
-    """Write down the sizes of a BERT; one with a pre-training or masked-word head is pre-trained."""
-    head = type(model).__name__.lower()
-    length = _sequence_length(megatron_lm_plugin, "encoder_seq_length", model.config, batch_data)
-    trained = "pretraining" in head or "maskedlm" in head
-    num_labels = model.config.num_labels
-    _common(megatron_lm_plugin, model.config, "bert", pretraining_flag=trained, num_labels=num_labels, **length)
-
-
-@add_model_config_to_megatron_parser("gpt2")
-def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Batch) -> None:
-    """Write down the sizes of a GPT-2."""
-    _decoder(megatron_lm_plugin, model, batch_data, tokenizer_type="GPT2BPETokenizer")
-
-
-@add_model_config_to_megatron_parser("t5")
-def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Batch) -> None:
-    """Write down the sizes of a T5, whose two kinds of sequence have lengths of their own."""
-    plugin, longest = megatron_lm_plugin, model.config.n_positions
-    if plugin.encoder_seq_length is None:
-        plugin.encoder_seq_length = _length(batch_data, ("input_ids",), longest)
-    if plugin.decoder_seq_length is None:
-        plugin.decoder_seq_length = _length(batch_data, ("labels", "decoder_input_ids"), longest)
-    lengths = {"encoder_seq_length": plugin.encoder_seq_length, "decoder_seq_length": plugin.decoder_seq_length}
-    _common(plugin, model.config, "t5", max_position_embeddings=longest, **lengths)
-
-
-@add_model_config_to_megatron_parser("llama")
-def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Batch) -> None:
-    """Write down the sizes of a Llama."""
-    _decoder(megatron_lm_plugin, model, batch_data, tokenizer_type="Llama2Tokenizer")
-
-
-@add_model_config_to_megatron_parser("glm4_moe")
-def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Batch) -> None:
-    """Write down the sizes of a GLM-4 with experts: its first layers are dense, the others route to experts."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or vars(config)
-    dense = config.first_k_dense_replace
-    _decoder(
-        megatron_lm_plugin,
-        model,
-        batch_data,
-        tokenizer_type="HuggingFaceTokenizer",
-        group_query_attention=True,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=config.head_dim,
-        ffn_hidden_size=config.intermediate_size,
-        moe_ffn_hidden_size=config.moe_intermediate_size,
-        num_experts=config.n_routed_experts,
-        moe_router_topk=config.num_experts_per_tok,
-        moe_shared_expert_intermediate_size=config.n_shared_experts * config.moe_intermediate_size,
-        moe_layer_freq=[0] * dense + [1] * (config.num_hidden_layers - dense),
-        moe_router_topk_scaling_factor=config.routed_scaling_factor,
-        norm_epsilon=config.rms_norm_eps,
-        qk_layernorm=config.use_qk_norm,
-        add_qkv_bias=config.attention_bias,
-        rotary_base=rope["rope_theta"],
-        rotary_percent=rope.get("partial_rotary_factor", 1.0),
-        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        swiglu=True,
-        normalization="RMSNorm",
-    )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import Accelerator
 from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import reset_warnings
@@ -17,7 +16,6 @@ from accelerate.config.plugins import parallelism
 from accelerate.utils import (
     BnbQuantizationConfig,
     DeepSpeedSequenceParallelConfig,
-    MegatronLMPlugin,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
@@ -92,11 +90,6 @@ def test_tensor_parallel_options() -> None:
         TorchTensorParallelConfig(enable_async_tp=True)
     assert seen[0].filename == __file__
     assert (TorchTensorParallelPlugin().tp_size, TorchTensorParallelPlugin().torch_device_mesh) == (1, None)
-
-
-def test_an_engine_that_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="megatron"):
-        Accelerator(megatron_lm_plugin=MegatronLMPlugin())
 
 
 def test_the_declarations_load_without_torch() -> None:

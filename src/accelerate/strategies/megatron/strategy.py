@@ -1,0 +1,320 @@
+"""Megatron-LM on megatron-core: layers split over ranks, replicas of them, and a model of the program's own format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from accelerate._base.enums import DistributedType, MeshAxis
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import Choice
+from accelerate.checkpointing.parts import Part, Prepared
+from accelerate.config.plugins.megatron import MegatronLMPlugin
+from accelerate.runtime import current
+from accelerate.runtime.current import Runtime
+from accelerate.runtime.torch_private import follow_optimizer
+from accelerate.strategies import tools
+from accelerate.strategies.base import Capabilities, EngineRequest, JointStrategy, PreparedTogether, StrategyContext
+from accelerate.strategies.megatron.configs import Degrees, MegatronConfigs, degrees_of, translate
+from accelerate.strategies.megatron.datasets import (
+    EndlessLoader,
+    MegatronLMDummyDataLoader,
+    build_loaders,
+    sample_shape,
+)
+from accelerate.strategies.megatron.groups import make_groups
+from accelerate.strategies.megatron.micro_batches import enlarged, is_enlarged
+from accelerate.strategies.megatron.options import quiet_imports
+from accelerate.strategies.megatron.wrappers import (
+    MegatronLMDummyScheduler,
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+    carry_optimizer,
+    check_optimizer,
+    make_schedule,
+)
+
+
+class MegatronStrategy(JointStrategy):
+    """Train Transformers models with the layers of megatron-core."""
+
+    name: ClassVar[str] = "megatron"
+    engine: ClassVar[str | None] = "megatron"
+    caps: ClassVar[Capabilities] = Capabilities(holds_back_gradients=True, owns_precision=True)
+    placeholders: ClassVar[Mapping[type, str]] = {
+        MegatronLMDummyScheduler: "scheduler",
+        MegatronLMDummyDataLoader: "loader",
+    }
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.engines: list[Any] = []
+        """Those of models, in the order in which they were prepared."""
+        self._is_clipped = False
+
+    @classmethod
+    def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
+        """Take the runs that have a plugin of Megatron-LM, or its switch."""
+        return Choice("megatron" in request.engines, "Megatron-LM was asked for")
+
+    @classmethod
+    def label(cls, runtime: Runtime) -> DistributedType:
+        """Return MEGATRON_LM, also for one process."""
+        return DistributedType.MEGATRON_LM
+
+    @classmethod
+    def main_rank(cls, runtime: Runtime) -> int:
+        """Return the last rank, on which the last stage of a pipeline has the loss."""
+        return runtime.world_size - 1
+
+    @property
+    def plugin(self) -> MegatronLMPlugin:
+        """Return the settings of the run."""
+        plugin: MegatronLMPlugin = current.ACCELERATOR["megatron_lm_plugin"]
+        return plugin
+
+    @cached_property
+    def degrees(self) -> Degrees:
+        """Return over how many ranks each thing is split."""
+        return degrees_of(self.plugin)
+
+    def _axis_sizes(self) -> dict[str, int]:
+        degrees = self.degrees
+        return {
+            MeshAxis.PP: degrees.pipeline,
+            MeshAxis.DP_REPLICATE: degrees.data_parallel(self.runtime.world_size),
+            MeshAxis.CP: degrees.context,
+            MeshAxis.TP: degrees.tensor,
+        }
+
+    def repeats_rows(self) -> bool:
+        """Return whether another rank of the same replica comes before this one."""
+        together = self.degrees.tensor * self.degrees.context
+        replicas = self.degrees.data_parallel(self.runtime.world_size)
+        return self.runtime.rank % together > 0 or self.runtime.rank >= together * replicas
+
+    # --- prepare -----------------------------------------------------------------------------------------------------
+
+    def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        """Refuse what Megatron cannot train, before anything is touched."""
+        for what, several in (("model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
+            if len(several) > 1:
+                names = ", ".join(type(entry).__name__ for entry in several)
+                raise ConfigurationError(
+                    f"prepare() was given {len(several)} {what}s ({names}) under Megatron-LM, whose engine holds one. Call "
+                    "prepare() for each model, with its optimizer and scheduler."
+                )
+        if (optimizers or schedulers) and not models:
+            name = type([*optimizers, *schedulers][0]).__name__
+            raise ConfigurationError(
+                f"prepare() was given {name} without its model, but Megatron-LM replaces the parameters of the model. Write "
+                "model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+        if any(isinstance(entry, MegatronLMDummyScheduler) for entry in schedulers) and not optimizers:
+            raise ConfigurationError(
+                "prepare() was given a MegatronLMDummyScheduler without an optimizer, whose learning rate it would set. Give both "
+                "to one prepare()."
+            )
+        for model in models:
+            if self.plugin.custom_model_provider_function is None and not hasattr(model, "config"):
+                raise ConfigurationError(
+                    f"{type(model).__name__} was given to prepare() under Megatron-LM, which builds a model of its own from the "
+                    "configuration of a Transformers model, and this has none. Pass a Transformers model, or give the plugin "
+                    "a custom_model_provider_function."
+                )
+            self._translate(model, (), (), None)
+
+    def _translate(
+        self, model: Any, optimizers: Sequence[Any], schedulers: Sequence[Any], micro_batch_size: int | None
+    ) -> MegatronConfigs:
+        dummies = [entry for entry in schedulers if isinstance(entry, MegatronLMDummyScheduler)]
+        return translate(
+            self.plugin,
+            model,
+            device_type=self.runtime.device.type,
+            mixed_precision=self.precision.name,
+            micro_batch_size=micro_batch_size,
+            world_size=self.runtime.world_size,
+            optimizer=optimizers[0] if optimizers else None,
+            scheduler=dummies[0] if dummies else None,
+        )
+
+    def prepare_together(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        loaders: Sequence[Any],
+        *,
+        place: bool,
+    ) -> PreparedTogether:
+        """Build Megatron's model in the place of a Transformers model; its optimizer and its scheduler follow."""
+        if not models:
+            return PreparedTogether((), (), tuple(schedulers))
+        configs = self._translate(models[0], optimizers, schedulers, self._micro_batch_size(loaders))
+        make_groups(configs.degrees, self.runtime)
+        with quiet_imports():
+            from accelerate.strategies.megatron.carried import carry
+            from accelerate.strategies.megatron.engine import MegatronEngine, RunView
+
+        given = self.plugin.megatron_lm_default_args.get("weight_map")
+        carried = carry(models[0], configs, self.runtime.device, given)
+        results: list[MegatronLMOptimizerWrapper] = []
+        for optimizer in optimizers:
+            names = {id(parameter): name for name, parameter in carried.module.named_parameters()}
+            carry_optimizer(optimizer, carried.replaced, names, self.plugin)
+            results.append(MegatronLMOptimizerWrapper(optimizer))
+            results[-1].before_step = self._clip_at_step
+        made = [self._follow(scheduler, results, configs) for scheduler in schedulers]
+        engine = MegatronEngine(RunView(), carried, results[0] if results else None, made[0] if made else None)
+        self._set_up_passes(engine, trains=bool(optimizers))
+        carried.hand_over(engine)
+        self.engines.append(engine)
+        return PreparedTogether((engine,), tuple(results), tuple(made))
+
+    def _micro_batch_size(self, loaders: Sequence[Any]) -> int | None:
+        """Return the rows that go through the model at a time: those of a batch, as the program wrote its loaders."""
+        sizes = []
+        for loader in loaders:
+            if isinstance(loader, MegatronLMDummyDataLoader):
+                sizes.append(loader.dataset_args.get("micro_batch_size"))
+            else:
+                share = self.plugin.num_micro_batches if is_enlarged(loader) else 1
+                sizes.append((getattr(loader, "batch_size", None) or 0) // share)
+        known = [size for size in sizes if size]
+        if not known:
+            return None
+        return int(min(known) if self.plugin.is_train_batch_min else max(known))
+
+    def fit_batches(self, loader: Any) -> Any:
+        """Return a loader whose batches have the rows of all parts that go through the model one by one."""
+        count = self.plugin.num_micro_batches
+        return loader if count == 1 or is_enlarged(loader) else enlarged(loader, count)
+
+    def make_loaders(self, placeholders: Sequence[Any]) -> list[Any]:
+        """Return the loaders of Megatron's data: the first placeholder is for training, then validation and test."""
+        if not placeholders:
+            return []
+        if len(placeholders) > 3:
+            raise ConfigurationError(
+                f"prepare() was given {len(placeholders)} MegatronLMDummyDataLoaders, but there are three kinds of data: for "
+                "training, validation and test. Give up to three."
+            )
+        micro_batch_size = self._micro_batch_size(placeholders)
+        if micro_batch_size is None:
+            raise ConfigurationError(
+                "MegatronLMDummyDataLoader was given without micro_batch_size, so nobody knows the rows of a batch. Write "
+                "MegatronLMDummyDataLoader(micro_batch_size=..., ...)."
+            )
+        made: dict[int, Any] = {}
+        found = []
+        for place, dummy in enumerate(placeholders):
+            if id(dummy) not in made:
+                made[id(dummy)] = build_loaders(
+                    dummy,
+                    self.plugin,
+                    micro_batch_size=micro_batch_size,
+                    num_replicas=self.data_shard()[1],
+                    **sample_shape(self.plugin),
+                )
+            found.append(made[id(dummy)][place])
+        return [None if loader is None else enlarged(loader, 1) for loader in found]
+
+    def finish_loader(self, loader: Any) -> Any:
+        """Return a loader that also gives one batch after another to `next`."""
+        return EndlessLoader(loader)
+
+    def _follow(self, scheduler: Any, optimizers: Sequence[Any], configs: MegatronConfigs) -> Any:
+        """Return the schedule of Megatron that a placeholder stands for; one of torch follows its optimizer."""
+        if not isinstance(scheduler, MegatronLMDummyScheduler):
+            if optimizers and scheduler.optimizer is not optimizers[0].optimizer:
+                follow_optimizer(scheduler, optimizers[0].optimizer)
+            return scheduler
+        assert configs.schedule is not None
+        return MegatronLMSchedulerWrapper(make_schedule(optimizers[0].optimizer, configs.schedule), list(optimizers))
+
+    def _set_up_passes(self, engine: Any, *, trains: bool) -> None:
+        from megatron.core import parallel_state
+
+        from accelerate.strategies.megatron.passes import TorchPasses
+        from accelerate.strategies.megatron.train_steps import replica_group
+
+        engine.passes = TorchPasses(
+            engine.module,
+            replica_group(),
+            parallel_state.get_tensor_model_parallel_group(),
+            per_token=bool(engine.configs.transformer.calculate_per_token_loss),
+            autocast=torch.bfloat16 if self.precision.name == "bf16" else None,
+        )
+
+    # --- train -------------------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Return a context in which gradients stay on this rank."""
+        suspend = getattr(model, "no_sync", None)
+        return suspend() if suspend is not None else nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scale gradients down by the norm of the whole model; the step that follows then does not clip again."""
+        self._is_clipped = True
+        return self._clip(parameters, max_norm, norm_type)
+
+    def _clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        from megatron.core import parallel_state
+
+        split = (parallel_state.get_tensor_model_parallel_group(),) if self.degrees.tensor > 1 else ()
+
+        def groups_of(parameter: torch.Tensor) -> tools.Groups:
+            return split if getattr(parameter, "tensor_model_parallel", False) else ()
+
+        return tools.clip_grad_norm(parameters, max_norm, norm_type, self.runtime.device, groups_of=groups_of)
+
+    def _clip_at_step(self) -> None:
+        """Clip as the plugin says, unless the loop has clipped these gradients."""
+        limit = float(self.plugin.megatron_lm_default_args["clip_grad"] or 0.0)
+        if limit > 0 and not self._is_clipped:
+            for engine in self.engines:
+                if engine.optimizer is not None:
+                    self._clip(engine.parameters(), limit, 2.0)
+        self._is_clipped = False
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def open_gradients(self, model: Any) -> dict[str, torch.Tensor]:
+        """Return the gradients of this rank's data in pieces; ranks that share a layer bring them together."""
+        weights = model.carried.weights
+        found: dict[str, torch.Tensor] = {}
+        for layout, parameter in weights:
+            if parameter.grad is not None:
+                found |= weights.whole(layout, parameter.grad)
+        return found
+
+    def set_open_gradients(self, model: Any, gradients: Mapping[str, torch.Tensor]) -> None:
+        weights = model.carried.weights
+        for layout, parameter in weights:
+            pieces = [gradients.get(name) for name in layout.piece_names]
+            is_there = all(piece is not None for piece in pieces)
+            parameter.grad = layout.cut(pieces, parameter, weights.group).to(parameter.device) if is_there else None
+
+    def full_state_dict(self, model: Any, *, unwrap: bool = True) -> dict[str, Any]:
+        """Return all weights under the names of the Transformers model, on the first and on the last rank; all call it."""
+        from accelerate.strategies.megatron.carried import keeps_weights
+
+        found: dict[str, Any] = model.carried.full_state_dict(keep=keeps_weights())
+        return found
+
+    def weight_parts(self, prepared: Prepared) -> list[Part]:
+        """Return parts that all ranks write together, so that any tensor-parallel degree can read them."""
+        from accelerate.strategies.megatron.checkpoint import engine_parts
+
+        return engine_parts(prepared)
+
+    def release(self) -> None:
+        """Let go of the engines."""
+        self.engines.clear()
