@@ -14,6 +14,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.runtime import current
 from accelerate.strategies.megatron.configs import MegatronConfigs
 from accelerate.strategies.megatron.models import build
+from accelerate.strategies.megatron.options import quiet_imports
 from accelerate.strategies.megatron.weight_maps import WeightMap, weight_map
 from accelerate.strategies.megatron.weights import CutWeights, layouts
 
@@ -89,7 +90,7 @@ def carry(model: torch.nn.Module, configs: MegatronConfigs, device: torch.device
         given: The weight map of a model type that the program registered.
     """
     # What is drawn here must not change what the program draws later, such as the order of its data.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_imports():
         module = build(
             configs,
             device,
@@ -97,7 +98,10 @@ def carry(model: torch.nn.Module, configs: MegatronConfigs, device: torch.device
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         )
     group = parallel_state.get_tensor_model_parallel_group()
-    cut = CutWeights(module, layouts(module, configs.transformer, configs.model.vocab_size), group)
+    per_rank = (configs.transformer.num_moe_experts or 0) // configs.degrees.expert
+    first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
+    found = layouts(module, configs.transformer, configs.model.vocab_size, first_expert)
+    cut = CutWeights(module, found, group, parallel_state.get_expert_tensor_parallel_group())
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     known = weight_map(model, given)
     carried = CarriedModel(module, model, configs, cut, known)

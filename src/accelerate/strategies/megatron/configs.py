@@ -27,6 +27,7 @@ from accelerate.strategies.megatron.options import (
     values_of,
 )
 from accelerate.strategies.megatron.schedules import schedule_of
+from accelerate.strategies.megatron.weights import padded_rows
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -333,19 +334,12 @@ def _positions(values: Mapping[str, Any]) -> str:
 
 def _model_arguments(values: Mapping[str, Any], degrees: Degrees) -> ModelArguments:
     family, vocab_size = _need(values, "model_type_name"), _need(values, "orig_vocab_size")
-    rows = degrees.tensor * int(values.get("make_vocab_size_divisible_by") or 1)
-    padded = values.get("padded_vocab_size") or math.ceil(vocab_size / rows) * rows
-    if padded < vocab_size or padded % degrees.tensor:
-        raise ConfigurationError(
-            f"MegatronLMPlugin(other_megatron_args={{'padded_vocab_size': {padded}}}) does not hold {vocab_size} words "
-            f"in tp_degree={degrees.tensor} equal parts. Write {math.ceil(vocab_size / rows) * rows}, or leave it out."
-        )
     two_lengths = family == "t5"
     scaled = values.get("scale_decoder_outputs")
     return ModelArguments(
         family=family,
         vocab_size=vocab_size,
-        padded_vocab_size=padded,
+        padded_vocab_size=padded_rows(vocab_size, degrees.tensor),
         max_sequence_length=_need(values, "max_position_embeddings"),
         sequence_length=_need(values, "encoder_seq_length" if two_lengths else "seq_length"),
         decoder_sequence_length=_need(values, "decoder_seq_length") if two_lengths else None,

@@ -84,7 +84,8 @@ class MegatronEngine(torch.nn.Module):
         self.scheduler = scheduler
         config = getattr(model.shell, "config", None)
         self.config = config
-        tokens = {name: getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id")}
+        names = ("decoder_start_token_id", "pad_token_id", "problem_type")
+        tokens = {name: getattr(config, name, None) for name in names}
         self.args = SimpleNamespace(
             **{
                 **tokens,
@@ -147,7 +148,7 @@ class MegatronEngine(torch.nn.Module):
 
     def _outputs(self, batch: dict[str, Any], *, trains: bool) -> Any:
         for name in _NOT_COMPUTED:
-            if batch.get(name):
+            if batch.get(name) is not None and batch[name] is not False:
                 raise UsageError(f"{name} was given, which Megatron's models do not compute with. Leave it out.")
         returns_dict = batch.pop("return_dict", None)
         batch = {name: value for name, value in batch.items() if value is not None}
@@ -183,7 +184,13 @@ class MegatronEngine(torch.nn.Module):
             batch = {**batch, "attention_mask": torch.ones_like(ids)}
 
         def pad(name: str, value: Any) -> Any:
-            missing = -value.shape[1] % ranks if name in _PADDING and value.dim() == 2 else 0
+            if name == "attention_mask" and value.dim() == 4:
+                missing = -value.shape[-1] % ranks
+                hidden = torch.finfo(value.dtype).min if value.is_floating_point() else 0
+                return torch.nn.functional.pad(value, (0, missing, 0, missing), value=hidden)
+            # Labels of classes are no sequence.
+            is_sequence = value.dim() == 2 and (name != "labels" or self.configs.model.is_pretraining)
+            missing = -value.shape[1] % ranks if name in _PADDING and is_sequence else 0
             return torch.nn.functional.pad(value, (0, missing), value=_PADDING[name]) if missing else value
 
         return {name: pad(name, value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

@@ -81,7 +81,13 @@ _TRACKER = (
     "Megatron-LM's trainer has this, and megatron-core has no trainer. "
     'Write Accelerator(log_with="tensorboard", project_dir=...)'
 )
+_PADDING = (
+    "the vocabulary is padded so that tp_degree processes can share it, and words that pad it have no probability. "
+    "Leave it out"
+)
 _REFUSED = {
+    "make_vocab_size_divisible_by": _PADDING,
+    "padded_vocab_size": _PADDING,
     "pipeline_model_parallel_split_rank": "megatron-core 0.16 has no pipelines that are split into encoder and "
     "decoder. Leave it out, and split layers with tp_degree",
     "tensorboard_dir": _TRACKER,
@@ -111,7 +117,7 @@ def check_options(plugin: MegatronLMPlugin) -> None:
     """
     values = values_of(plugin)
     for name, why in _REFUSED.items():
-        given = values.get(name, getattr(plugin, name))
+        given = values.get(name, getattr(plugin, name, None))
         if given not in (None, False):
             raise ConfigurationError(f"MegatronLMPlugin({name}={given!r}) cannot work: {why}.")
     for name in COUNTS:

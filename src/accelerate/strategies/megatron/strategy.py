@@ -128,7 +128,16 @@ class MegatronStrategy(JointStrategy):
                     "configuration of a Transformers model, and this has none. Pass a Transformers model, or give the plugin "
                     "a custom_model_provider_function."
                 )
-            self._translate(model, (), (), None)
+            self.check_experts(self._translate(model, (), (), None))
+
+    def check_experts(self, configs: MegatronConfigs) -> None:
+        """Refuse experts where words cannot be sent to them."""
+        experts = configs.transformer.num_moe_experts
+        if experts and self.runtime.device.type == "cpu":
+            raise ConfigurationError(
+                f"A model with {experts} experts was given to prepare() on the CPU, but megatron-core 0.16.1 sends words to "
+                "experts with CUDA alone. Train it on an accelerator, or without Megatron-LM."
+            )
 
     def _translate(
         self, model: Any, optimizers: Sequence[Any], schedulers: Sequence[Any], micro_batch_size: int | None
@@ -300,7 +309,9 @@ class MegatronStrategy(JointStrategy):
         for layout, parameter in weights:
             pieces = [gradients.get(name) for name in layout.piece_names]
             is_there = all(piece is not None for piece in pieces)
-            parameter.grad = layout.cut(pieces, parameter, weights.group).to(parameter.device) if is_there else None
+            parameter.grad = (
+                layout.cut(pieces, parameter, weights.group_of(layout)).to(parameter.device) if is_there else None
+            )
 
     def full_state_dict(self, model: Any, *, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights under the names of the Transformers model, on the first and on the last rank; all call it."""

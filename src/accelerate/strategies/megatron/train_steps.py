@@ -217,9 +217,14 @@ def _with_logits(
 
 
 def _causal_mask(attention_mask: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Return True where a word is not looked at; None where it is the later ones alone."""
-    if attention_mask is None or attention_mask.dim() != 2 or bool(attention_mask.all()):
-        return attention_mask if attention_mask is not None and attention_mask.dim() > 2 else None
+    """Return True where a word is not looked at; None where it is the later ones alone.
+
+    Transformers' masks of whole sequences say True, or 1, or 0 to add to a score, where a word is looked at.
+    """
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_mask < 0 if attention_mask.is_floating_point() else attention_mask == 0
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
     length = tokens.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
     return later | (attention_mask == 0)[:, None, None, :]
@@ -314,7 +319,9 @@ class BertTrainStep(_BuiltInStep):
             report = {"lm loss": loss.detach()}
             if sentence_order is not None and order_logits is not None:
                 order_loss = torch.nn.functional.cross_entropy(
-                    order_logits.view(-1, 2).float(), sentence_order.view(-1), ignore_index=-1
+                    # Transformers ignores -100 here, and Megatron's data says -1.
+                    order_logits.view(-1, 2).float(),
+                    sentence_order.view(-1).masked_fill(sentence_order.view(-1) == -1, IGNORED),
                 )
                 loss, report["sop loss"] = loss + order_loss, order_loss.detach()
             return loss, report
@@ -324,16 +331,21 @@ class BertTrainStep(_BuiltInStep):
             report = {"logits": logits}
             if labels is None:
                 return None, report
-            return _class_loss(logits.float(), labels, num_labels), report
+            return _class_loss(logits.float(), labels, num_labels, self.args), report
 
         return pretraining_loss if pretraining_flag else classification_loss
 
 
-def _class_loss(logits: torch.Tensor, labels: torch.Tensor, num_labels: int | None) -> torch.Tensor:
-    """Return the loss that Transformers takes for such labels: of numbers, of one class, or of several at once."""
-    if num_labels == 1:
+def _class_loss(logits: torch.Tensor, labels: torch.Tensor, num_labels: int | None, args: Any) -> torch.Tensor:
+    """Return the loss that Transformers takes: as its configuration says, else as such labels are of."""
+    kind = getattr(args, "problem_type", None)
+    if kind is None:
+        is_class = labels.dtype in (torch.long, torch.int)
+        kind = "single_label_classification" if is_class else "multi_label_classification"
+        kind = "regression" if num_labels == 1 else kind
+    if kind == "regression":
         return torch.nn.functional.mse_loss(logits.squeeze(), labels.squeeze().to(logits.dtype))
-    if labels.dtype in (torch.long, torch.int):
+    if kind == "single_label_classification":
         return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
     return torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
@@ -385,9 +397,10 @@ class T5TrainStep(_BuiltInStep):
         def get_batch(data_iterator: Iterator[Batch]) -> tuple[Any, ...]:
             batch = next(data_iterator)
             if "text_enc" in batch:  # of Megatron's own data
-                masks = tuple(batch[name] < 0.5 for name in ("enc_mask", "dec_mask", "enc_dec_mask"))
+                words, decoder = batch["text_enc"], batch["text_dec"]
+                names = {"attention_mask": batch["enc_mask"], "decoder_attention_mask": batch["dec_mask"]}
                 targets = batch["labels"].clamp(min=0)
-                return batch["text_enc"], batch["text_dec"], batch["loss_mask"].float(), targets, *masks
+                return words, decoder, batch["loss_mask"].float(), targets, *self._masks(names, words, decoder)
             tokens, labels = batch["input_ids"], batch.get("labels")
             targets, loss_mask = split_labels(labels)
             decoder = batch.get("decoder_input_ids")

@@ -210,6 +210,7 @@ _MAPS: dict[str, Callable[[Any], Iterable[Weight]]] = {
     "glm4_moe": _glm4_moe,
     "megatron-bert": _bert,
     "t5": _t5,
+    "mt5": _t5,
 }
 
 

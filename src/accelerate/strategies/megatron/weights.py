@@ -9,7 +9,7 @@ pieces alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate._base.errors import ConfigurationError
 
 Pieces = dict[str, torch.Tensor]
+_EXPERTS = ".local_experts."
 _TE_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
@@ -61,6 +62,7 @@ class Layout:
         pieces: The ends of the pieces' names; one empty end for a parameter that is not fused.
         heads: How heads lie in a fused projection of attention.
         rows: The rows of a vocabulary without what pads it.
+        is_expert: The ranks that split experts cut it, which may be others than those that split layers.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Layout:
     pieces: tuple[str, ...] = ("",)
     heads: HeadSizes | None = None
     rows: int | None = None
+    is_expert: bool = False
 
     @property
     def piece_names(self) -> list[str]:
@@ -117,13 +120,14 @@ def padded_rows(rows: int, ranks: int) -> int:
     return -(-rows // ranks) * ranks
 
 
-def layouts(model: torch.nn.Module, config: Any, vocab_size: int | None) -> dict[str, Layout]:
+def layouts(model: torch.nn.Module, config: Any, vocab_size: int | None, first_expert: int = 0) -> dict[str, Layout]:
     """Return how each parameter of a model is cut, by its name in the model.
 
     Args:
         model: What Megatron built, without wrappers.
         config: Its `TransformerConfig`.
         vocab_size: The words of the vocabulary without what pads it.
+        first_expert: The number of the first expert that this rank has.
     """
     heads = HeadSizes(
         config.num_attention_heads // (config.num_query_groups or config.num_attention_heads), _head_size(config)
@@ -134,7 +138,8 @@ def layouts(model: torch.nn.Module, config: Any, vocab_size: int | None) -> dict
         dim: int | None = getattr(parameter, "partition_dim", -1)
         if not getattr(parameter, "tensor_model_parallel", False):
             dim = None
-        found[name] = _layout(global_name(name, offsets), dim, config, heads, vocab_size)
+        layout = _layout(global_name(name, offsets, first_expert), dim, config, heads, vocab_size)
+        found[name] = replace(layout, is_expert=_EXPERTS in name)
     return found
 
 
@@ -173,8 +178,12 @@ def layer_offsets(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-def global_name(name: str, offsets: Mapping[str, int]) -> str:
+def global_name(name: str, offsets: Mapping[str, int], first_expert: int = 0) -> str:
     """Return the name of a parameter in the whole model, the same whichever kernels compute it."""
+    before, found, after = name.partition(_EXPERTS)
+    if found:
+        index, _, rest = after.partition(".")
+        name = f"{before}{_EXPERTS}{int(index) + first_expert}.{rest}"
     for stack, offset in offsets.items():
         if offset and name.startswith(f"{stack}."):
             index, _, rest = name.removeprefix(f"{stack}.").partition(".")
@@ -190,12 +199,18 @@ class CutWeights:
 
     Args:
         model: What Megatron built, without wrappers.
-        group: The ranks that split each layer.
+        layer_group: The ranks that split each layer.
+        expert_group: The ranks that split each expert.
     """
 
     model: torch.nn.Module
     layouts: Mapping[str, Layout]
-    group: dist.ProcessGroup
+    layer_group: dist.ProcessGroup
+    expert_group: dist.ProcessGroup | None = None
+
+    def group_of(self, layout: Layout) -> dist.ProcessGroup:
+        """Return the ranks that cut a weight."""
+        return self.expert_group if layout.is_expert and self.expert_group is not None else self.layer_group
 
     def __iter__(self) -> Iterator[tuple[Layout, torch.Tensor]]:
         for name, tensor in named_weights(self.model):
@@ -211,15 +226,16 @@ class CutWeights:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        parts = layout.split(tensor.detach(), self.group)
-        if self.group.size() == 1:
+        group = self.group_of(layout)
+        parts = layout.split(tensor.detach(), group)
+        if group.size() == 1:
             return dict(zip(layout.piece_names, parts, strict=True))
-        mesh = DeviceMesh.from_group(self.group, tensor.device.type)
+        mesh = DeviceMesh.from_group(group, tensor.device.type)
         found: dict[str, torch.Tensor] = {}
         for name, part in zip(layout.piece_names, parts, strict=True):
             shape = list(part.shape)
             if layout.dim is not None:
-                shape[layout.dim] = layout.rows if layout.rows is not None else shape[layout.dim] * self.group.size()
+                shape[layout.dim] = layout.rows if layout.rows is not None else shape[layout.dim] * group.size()
             placement = Replicate() if layout.dim is None else Shard(layout.dim)
             size = torch.Size(shape)
             stride = torch.empty(size, device="meta").stride()
@@ -254,7 +270,13 @@ class CutWeights:
         for layout, parameter in self:
             pieces = [piece for name in layout.piece_names if (piece := read(name)) is not None]
             if len(pieces) == len(layout.pieces):
-                parameter.copy_(layout.cut(pieces, parameter, self.group))
+                own = layout.cut(pieces, parameter, self.group_of(layout))
+                if own.shape != parameter.shape:
+                    raise ConfigurationError(
+                        f"The weights that are to become {layout.name!r} give a part of shape {tuple(own.shape)}, and Megatron's "
+                        f"has {tuple(parameter.shape)}: the model has another head or other sizes than its configuration says."
+                    )
+                parameter.copy_(own)
             elif layout.name.endswith(".bias") and not pieces:
                 parameter.zero_()
             else:

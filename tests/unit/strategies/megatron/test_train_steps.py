@@ -201,7 +201,6 @@ def test_the_masks_of_a_t5_hide_padding_and_what_is_later() -> None:
     assert torch.equal(T5TrainStep.attn_mask_postprocess(mask), other)
 
 
-@pytest.mark.xfail(strict=True, reason="the step asks for masks that megatron-core's data has not")
 def test_a_t5_takes_a_batch_of_megatrons_data() -> None:
     """Its masks say where the words are, one for the encoder and one for the decoder."""
     step, padding = make(T5TrainStep), torch.ones_like(IDS)
