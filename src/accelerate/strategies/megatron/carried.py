@@ -11,9 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.config.plugins.megatron import MegatronLMPlugin
 from accelerate.runtime import current
 from accelerate.strategies.megatron.configs import MegatronConfigs
-from accelerate.strategies.megatron.models import build
+from accelerate.strategies.megatron.models import build, take_over
 from accelerate.strategies.megatron.options import quiet_imports
 from accelerate.strategies.megatron.weight_maps import WeightMap, weight_map
 from accelerate.strategies.megatron.weights import CutWeights, layouts
@@ -81,31 +82,35 @@ def _of_all_stages(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return pieces
 
 
-def carry(model: torch.nn.Module, configs: MegatronConfigs, device: torch.device, given: Any = None) -> CarriedModel:
+def carry(
+    model: torch.nn.Module, configs: MegatronConfigs, device: torch.device, plugin: MegatronLMPlugin
+) -> CarriedModel:
     """Build Megatron's model for a Transformers model, and fill it with its weights.
 
-    A model on the meta device has none: then Megatron draws them.
-
-    Args:
-        given: The weight map of a model type that the program registered.
+    A model on the meta device has none: then Megatron draws them. One that a function of the program builds keeps its own.
     """
+    stage = {
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+    }
+    provide, change = plugin.custom_model_provider_function, plugin.custom_prepare_model_function
     # What is drawn here must not change what the program draws later, such as the order of its data.
     with torch.random.fork_rng(devices=[]), quiet_imports():
-        module = build(
-            configs,
-            device,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        )
-    group = parallel_state.get_tensor_model_parallel_group()
+        if provide is not None:
+            module = take_over(provide(**stage), configs, device)
+        else:
+            module = build(configs, device, **stage)
+        module = module if change is None else change(module)
     per_rank = (configs.transformer.num_moe_experts or 0) // configs.degrees.expert
     first_expert = per_rank * parallel_state.get_expert_model_parallel_rank()
     found = layouts(module, configs.transformer, configs.model.vocab_size, first_expert)
-    cut = CutWeights(module, found, group, parallel_state.get_expert_tensor_parallel_group())
-    has_weights = not any(parameter.is_meta for parameter in model.parameters())
-    known = weight_map(model, given)
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
+    cut = CutWeights(module, found, *groups)
+    if provide is not None:
+        return CarriedModel(module, model, configs, cut, None)
+    known = weight_map(model, plugin.megatron_lm_default_args.get("weight_map"))
     carried = CarriedModel(module, model, configs, cut, known)
-    if has_weights:
+    if not any(parameter.is_meta for parameter in model.parameters()):
         if device.type == "cpu":
             module.to(next(model.parameters()).dtype)
         state: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)

@@ -26,6 +26,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.T5 import t5_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -112,6 +113,7 @@ class CpuPooler(Pooler):  # type: ignore[misc]
 
 _CPU_CLASSES: dict[type, type] = {
     ColumnParallelLinear: cpu_layers.CpuColumnParallelLinear,
+    DotProductAttention: cpu_layers.CpuDotProductAttention,
     RowParallelLinear: cpu_layers.CpuRowParallelLinear,
     VocabParallelEmbedding: cpu_layers.CpuVocabParallelEmbedding,
     LanguageModelEmbedding: cpu_layers.CpuLanguageModelEmbedding,

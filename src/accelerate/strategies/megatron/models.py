@@ -182,6 +182,18 @@ def build(configs: MegatronConfigs, device: torch.device, *, pre_process: bool, 
     return placed
 
 
+def take_over(model: Any, configs: MegatronConfigs, device: torch.device) -> torch.nn.Module:
+    """Let a model that a function of the program built run on its device; its own weights stay.
+
+    A model of one of Megatron's own classes learns which words pad its vocabulary.
+    """
+    model.__class__ = {GPTModel: GPT, BertModel: Bert, T5Model: T5}.get(type(model), type(model))
+    model.vocab_rows = configs.model.vocab_size
+    device_parts.adapt(model, model.config, device.type, getattr(model, "tp_group", None))
+    placed: torch.nn.Module = model.to(device)
+    return placed
+
+
 def _common(configs: MegatronConfigs, config: Any, stage: dict[str, bool]) -> dict[str, Any]:
     arguments = configs.model
     return {

@@ -172,12 +172,10 @@ class MegatronStrategy(JointStrategy):
             from accelerate.strategies.megatron.carried import carry
             from accelerate.strategies.megatron.engine import MegatronEngine, RunView
 
-        given = self.plugin.megatron_lm_default_args.get("weight_map")
-        carried = carry(models[0], configs, self.runtime.device, given)
+        carried = carry(models[0], configs, self.runtime.device, self.plugin)
         results: list[MegatronLMOptimizerWrapper] = []
         for optimizer in optimizers:
-            names = {id(parameter): name for name, parameter in carried.module.named_parameters()}
-            carry_optimizer(optimizer, carried.replaced, names, self.plugin)
+            carry_optimizer(optimizer, carried.replaced, dict(carried.module.named_parameters()), self.plugin)
             results.append(MegatronLMOptimizerWrapper(optimizer))
             results[-1].before_step = self._clip_at_step
         made = [self._follow(scheduler, results, configs) for scheduler in schedulers]

@@ -85,6 +85,11 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         """Return the learning rates that the schedule computes now."""
         return [self.scheduler.get_lr(group) for group in self.scheduler.optimizer.param_groups]
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with a schedule that was saved; Megatron adds its steps to those that were made (megatron-core 0.16.1)."""
+        self.scheduler.num_steps = 0
+        super().load_state_dict(state_dict)
+
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose update of a weight needs more than the part that a rank holds.
@@ -102,14 +107,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def carry_optimizer(
     optimizer: torch.optim.Optimizer,
     replaced: Mapping[torch.nn.Parameter, Sequence[torch.nn.Parameter]],
-    names: Mapping[int, str],
+    parameters: Mapping[str, torch.nn.Parameter],
     plugin: MegatronLMPlugin,
 ) -> None:
     """Let an optimizer train Megatron's parameters: those of each group are the ones that its own became.
 
     Args:
         replaced: Parameter that the optimizer has -> the ones that have it or parts of it; none on another stage.
-        names: The name of each of Megatron's parameters, by identity.
+        parameters: Megatron's parameters, by name.
 
     Raises:
         ConfigurationError: If parameters of two groups became one, or ones with a state.
@@ -119,6 +124,17 @@ def carry_optimizer(
             f"This {type(optimizer).__name__} has stepped already, and Megatron fuses and cuts the parameters that its states are "
             "of. Prepare it before its first step, and restore its state with load_state()."
         )
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    if plugin.custom_model_provider_function is not None:
+        # Nobody knows which parameter of the program's own model is which of the given one: all of them are trained.
+        if len(optimizer.param_groups) > 1:
+            raise ConfigurationError(
+                f"This {type(optimizer).__name__} has {len(optimizer.param_groups)} groups of parameters of a model that "
+                "custom_model_provider_function replaces, so nobody knows which of the new ones belong to which. Give it one "
+                "group, and write MegatronLMPlugin(no_wd_decay_cond=..., scale_lr_cond=...) for others."
+            )
+        every = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        replaced = dict.fromkeys(optimizer.param_groups[0]["params"], every)
     sources: dict[torch.nn.Parameter, list[torch.nn.Parameter]] = {}
     for old, several in replaced.items():
         for new in several:

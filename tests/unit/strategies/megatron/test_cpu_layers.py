@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.processes import close_process_group
 from tests.support.training import assert_near, fresh_accelerator
 
 from accelerate._base.imports import is_package_available
@@ -28,15 +24,6 @@ pytestmark = [
 WORDS, LENGTH, HEADS, HEAD = 21, 6, 4, 4
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": HEADS}
 POSITIONS = {"vocab_size": WORDS, "max_position_embeddings": 16}
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Take back what Megatron leaves: variables, and a group of this process; it warns of calls of its own."""
-    with patch.dict(os.environ), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="megatron")
-        yield
-    close_process_group()
 
 
 def draw(kind: str, config: str, **sizes: Any) -> Any:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.processes import close_process_group
 from tests.support.training import assert_near, fresh_accelerator
 
 from accelerate._base.errors import ConfigurationError
@@ -82,15 +78,6 @@ MODELS: dict[str, Maker] = {
     "glm4_moe with biases, tied": lambda: glm(attention_bias=True, use_qk_norm=False, tie_word_embeddings=True),
 }
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Take back what Megatron leaves: variables, and a group of this process; it warns of calls of its own."""
-    with patch.dict(os.environ), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="megatron")
-        yield
-    close_process_group()
 
 
 def prepare(model: Any, **options: Any) -> Any:
