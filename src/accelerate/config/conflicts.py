@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
+from accelerate.config import engine_conflicts
+from accelerate.config.engine_conflicts import Rule
 from accelerate.config.run_config import Resolved, RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
@@ -18,9 +19,6 @@ _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # What only torch's agent does.
 _OF_THE_AGENT = ("max_restarts", "min_machines", "log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
-_SHARDING_AXES = {MeshAxis.DP_SHARD, MeshAxis.SP}
-
-Rule = Callable[[RunConfig, Mapping[str, str]], None]
 
 
 def check(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -33,10 +31,6 @@ def check(config: RunConfig, environ: Mapping[str, str]) -> None:
         rule(config, environ)
 
 
-def _with_origin(config: RunConfig, name: str) -> str:
-    return f"{name}={config[name]!r} ({config.origin(name)})"
-
-
 # --- every configuration ----------------------------------------------------------------------------------------------
 
 
@@ -47,7 +41,7 @@ def _one_paradigm(config: RunConfig, environ: Mapping[str, str]) -> None:
     rivals = ["cpu", *other_hardware] if config["cpu"] and other_hardware else engines
     if len(rivals) > 1:
         raise ConfigurationError(
-            f"{_with_origin(config, rivals[0])} and {_with_origin(config, rivals[1])} exclude each other: a run has one "
+            f"{config.shown(rivals[0])} and {config.shown(rivals[1])} exclude each other: a run has one "
             "kind of training. Leave one of them out."
         )
 
@@ -56,8 +50,7 @@ def _counts(config: RunConfig, environ: Mapping[str, str]) -> None:
     for name in ("num_processes", "num_machines"):
         if config[name] is not None and config[name] < 1:
             raise ConfigurationError(
-                f"{_with_origin(config, name)} cannot work: at least one is needed. "
-                f"Write --{name} with a number from 1 on."
+                f"{config.shown(name)} cannot work: at least one is needed. Write --{name} with a number from 1 on."
             )
     # Slurm and MPI may share processes out in their own way.
     hosts_are_named = _cluster_names_hosts(config, environ)
@@ -74,20 +67,20 @@ def _range(config: RunConfig, environ: Mapping[str, str]) -> None:
         return
     if not 0 < least <= most:
         raise ConfigurationError(
-            f"{_with_origin(config, 'min_machines')} is no number up to {_with_origin(config, 'num_machines')}. "
+            f"{config.shown('min_machines')} is no number up to {config.shown('num_machines')}. "
             f"Write --min_machines with a number from 1 to {most}."
         )
     if least < most and config["rdzv_backend"] == "static":
         raise ConfigurationError(
-            f"{_with_origin(config, 'min_machines')} lets machines come and go, and "
-            f"{_with_origin(config, 'rdzv_backend')} waits for all {most}. Add --rdzv_backend c10d."
+            f"{config.shown('min_machines')} lets machines come and go, and "
+            f"{config.shown('rdzv_backend')} waits for all {most}. Add --rdzv_backend c10d."
         )
 
 
 def _binding(config: RunConfig, environ: Mapping[str, str]) -> None:
     if config["numa_binding"] and (config["cpu"] or not config.machine.has_accelerator):
         raise ConfigurationError(
-            f"{_with_origin(config, 'numa_binding')} binds processes to the cores near their GPUs, and this run has none. "
+            f"{config.shown('numa_binding')} binds processes to the cores near their GPUs, and this run has none. "
             "Leave it out."
         )
 
@@ -96,7 +89,7 @@ def _check_machine_rank(config: RunConfig) -> None:
     machines = config["num_machines"]
     if not 0 <= int(config["machine_rank"] or 0) < machines:
         raise ConfigurationError(
-            f"{_with_origin(config, 'machine_rank')} is not a place among {_with_origin(config, 'num_machines')}. "
+            f"{config.shown('machine_rank')} is not a place among {config.shown('num_machines')}. "
             f"Write --machine_rank with a number from 0 to {machines - 1}."
         )
 
@@ -121,7 +114,7 @@ def _address(config: RunConfig, environ: Mapping[str, str]) -> None:
 def _check_address(config: RunConfig) -> None:
     if not config["main_process_ip"]:
         raise ConfigurationError(
-            f"{_with_origin(config, 'num_machines')} and no address was given, so the machines cannot find each other. "
+            f"{config.shown('num_machines')} and no address was given, so the machines cannot find each other. "
             "Add --main_process_ip with the address of the machine with rank 0."
         )
 
@@ -130,7 +123,7 @@ def _port(config: RunConfig, environ: Mapping[str, str]) -> None:
     port = config["main_process_port"]
     if port is not None and not 0 <= port <= 65535:
         raise ConfigurationError(
-            f"{_with_origin(config, 'main_process_port')} is no port. Write a number up to 65535, or 0 for a free one."
+            f"{config.shown('main_process_port')} is no port. Write a number up to 65535, or 0 for a free one."
         )
 
 
@@ -138,7 +131,7 @@ def _several_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
     # A file for several accelerators may well be used for one process; a flag that asks for several is meant.
     if config["multi_gpu"] and config.is_typed("multi_gpu") and config["num_processes"] < 2:
         raise ConfigurationError(
-            f"{_with_origin(config, 'multi_gpu')} starts several processes, and {_with_origin(config, 'num_processes')}. "
+            f"{config.shown('multi_gpu')} starts several processes, and {config.shown('num_processes')}. "
             "Write --num_processes 2 or more, or leave --multi_gpu out."
         )
     chosen = config["gpu_ids"]
@@ -148,8 +141,8 @@ def _several_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
     local = config["num_processes"] // config["num_machines"]
     if len(listed) < local:
         raise ConfigurationError(
-            f"{_with_origin(config, 'gpu_ids')} names {len(listed)} accelerator(s) for {local} processes on this machine "
-            f"({_with_origin(config, 'num_processes')}). Name one for each, or write --gpu_ids all."
+            f"{config.shown('gpu_ids')} names {len(listed)} accelerator(s) for {local} processes on this machine "
+            f"({config.shown('num_processes')}). Name one for each, or write --gpu_ids all."
         )
 
 
@@ -161,13 +154,13 @@ def _hardware(config: RunConfig, environ: Mapping[str, str]) -> None:
     local = config["num_processes"] // config["num_machines"]
     if asked is not None and not config.machine.has_accelerator:
         raise ConfigurationError(
-            f"{_with_origin(config, asked)} with {_with_origin(config, 'num_processes')} needs accelerators, and this "
+            f"{config.shown(asked)} with {config.shown('num_processes')} needs accelerators, and this "
             f"machine has {config.machine}. Run it where they are, or add --cpu to run on the CPU."
         )
     if config.machine.has_accelerator and local > config.machine.device_count and config["gpu_ids"] == "all":
         most = config.machine.device_count * config["num_machines"]
         raise ConfigurationError(
-            f"{_with_origin(config, 'num_processes')} starts {local} processes here, and this machine has "
+            f"{config.shown('num_processes')} starts {local} processes here, and this machine has "
             f"{config.machine}: two processes cannot share one. Write --num_processes {most}, or add --cpu to run on the "
             "CPU."
         )
@@ -192,35 +185,7 @@ def falls_back_to_cpu(config: RunConfig, environ: Mapping[str, str]) -> str | No
     kind = next((name for name in _ENGINES if config[name]), None)
     if kind is None or config.machine.has_accelerator or not _runs_here(config, environ):
         return None
-    return f"{_with_origin(config, kind)} runs on the CPU: this machine has {config.machine}."
-
-
-def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Ask for an engine under the axes that shard; the others need none, and XLA devices share out by themselves."""
-    if not config["use_parallelism_config"] or config["use_deepspeed"] or config["tpu"]:
-        return
-    if config["use_fsdp"] and config["fsdp_version"] == 2:
-        return
-    if config["use_fsdp"]:
-        raise ConfigurationError(
-            f"{_with_origin(config, 'use_parallelism_config')} needs FSDP 2, and {_with_origin(config, 'fsdp_version')}. "
-            "Write --fsdp_version 2."
-        )
-    used = {axis for axis in MeshAxis if config[f"parallelism_config_{axis}_size"] > 1}
-    if used & _SHARDING_AXES or (config.is_typed("use_parallelism_config") and not used):
-        raise ConfigurationError(
-            f"{_with_origin(config, 'use_parallelism_config')} needs an engine that shards. Add --use_fsdp "
-            "--fsdp_version 2, or --use_deepspeed."
-        )
-
-
-def _loading(config: RunConfig, environ: Mapping[str, str]) -> None:
-    if config["use_fsdp"] and config["fsdp_cpu_ram_efficient_loading"] and not config["fsdp_sync_module_states"]:
-        raise ConfigurationError(
-            f"{_with_origin(config, 'fsdp_cpu_ram_efficient_loading')} lets one process read the weights, and "
-            f"{_with_origin(config, 'fsdp_sync_module_states')} keeps them from the others. Set fsdp_sync_module_states "
-            "to true."
-        )
+    return f"{config.shown(kind)} runs on the CPU: this machine has {config.machine}."
 
 
 def _xla_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -236,8 +201,7 @@ _RULES: tuple[Rule, ...] = (
     _port,
     _several_devices,
     _hardware,
-    _axes,
-    _loading,
+    *engine_conflicts.RULES,
     _binding,
     _xla_devices,
 )
@@ -330,8 +294,8 @@ def check_even_share(config: RunConfig) -> None:
     processes, machines = int(config["num_processes"] or 0), int(config["num_machines"] or 1)
     if processes % machines:
         raise ConfigurationError(
-            f"{_with_origin(config, 'num_processes')} is the total over all machines and cannot be shared evenly among "
-            f"{_with_origin(config, 'num_machines')}. Write --num_processes {max(1, processes // machines) * machines}, "
+            f"{config.shown('num_processes')} is the total over all machines and cannot be shared evenly among "
+            f"{config.shown('num_machines')}. Write --num_processes {max(1, processes // machines) * machines}, "
             "or another multiple."
         )
 
@@ -341,7 +305,7 @@ def check_machines(config: RunConfig) -> None:
     _check_address(config)
     if str(config["rdzv_backend"] or "static") == "static" and not config.is_given("machine_rank"):
         raise ConfigurationError(
-            f"{_with_origin(config, 'num_machines')} and this machine's place among them was not given. Add "
+            f"{config.shown('num_machines')} and this machine's place among them was not given. Add "
             f"--machine_rank, from 0 to {config['num_machines'] - 1}, or --rdzv_backend c10d, which needs none."
         )
     _check_machine_rank(config)
@@ -372,18 +336,18 @@ def check_tpu(config: RunConfig) -> None:
     """Refuse what no run on XLA devices can have."""
     if config["mixed_precision"] in ("fp16", "fp8"):
         raise ConfigurationError(
-            f"{_with_origin(config, 'mixed_precision')} with a TPU: XLA devices train in bfloat16 and have neither a scaler "
+            f"{config.shown('mixed_precision')} with a TPU: XLA devices train in bfloat16 and have neither a scaler "
             "for float16 nor fp8. Write --mixed_precision bf16, or leave it out."
         )
     if int(config["num_machines"] or 1) > 1:
         raise ConfigurationError(
-            f"{_with_origin(config, 'num_machines')} with a TPU, whose machines know of each other by themselves. Leave "
+            f"{config.shown('num_machines')} with a TPU, whose machines know of each other by themselves. Leave "
             "--num_machines out, and add --tpu_cluster to start the script on all of them from here."
         )
     for name in _OF_THE_AGENT:
         if config.is_typed(name) and config[name] not in (0, "0"):
             raise ConfigurationError(
-                f"{_with_origin(config, name)} is about torch's agent, which does not start the processes of a TPU. "
+                f"{config.shown(name)} is about torch's agent, which does not start the processes of a TPU. "
                 f"Leave --{name} out."
             )
 
@@ -392,7 +356,7 @@ def check_tpu_pod(config: RunConfig) -> None:
     """Refuse a pod without a name, and variables for it that are none."""
     if not config["vm"] and not config["tpu_name"]:
         raise ConfigurationError(
-            f"{_with_origin(config, 'tpu_cluster')} and neither the pod nor its machines are named. "
+            f"{config.shown('tpu_cluster')} and neither the pod nor its machines are named. "
             "Add --vm once for each machine, or tpu_name to the configuration file."
         )
     for entry in map(str, config["env"] or ()):
@@ -415,7 +379,7 @@ def check_deepspeed_filters(config: RunConfig) -> None:
     """Refuse two filters of machines for DeepSpeed."""
     if config["deepspeed_inclusion_filter"] and config["deepspeed_exclusion_filter"]:
         raise ConfigurationError(
-            f"{_with_origin(config, 'deepspeed_inclusion_filter')} and {_with_origin(config, 'deepspeed_exclusion_filter')} were "
+            f"{config.shown('deepspeed_inclusion_filter')} and {config.shown('deepspeed_exclusion_filter')} were "
             "both given, and DeepSpeed takes one of them. Leave one out."
         )
 
@@ -424,12 +388,12 @@ def check_deepspeed_rank(config: RunConfig, num_machines: int) -> None:
     """Refuse a machine that does not know its place among those that DeepSpeed starts by hand."""
     if not config.is_given("machine_rank"):
         raise ConfigurationError(
-            f"{_with_origin(config, 'deepspeed_multinode_launcher')} starts each of {num_machines} machines by hand, and this "
+            f"{config.shown('deepspeed_multinode_launcher')} starts each of {num_machines} machines by hand, and this "
             f"machine's place among them was not given. Add --machine_rank, from 0 to {num_machines - 1}."
         )
     if not 0 <= int(config["machine_rank"]) < num_machines:
         raise ConfigurationError(
-            f"{_with_origin(config, 'machine_rank')} is not a place among the {num_machines} machines of the run. "
+            f"{config.shown('machine_rank')} is not a place among the {num_machines} machines of the run. "
             f"Write --machine_rank with a number from 0 to {num_machines - 1}."
         )
 
@@ -437,7 +401,7 @@ def check_deepspeed_rank(config: RunConfig, num_machines: int) -> None:
 def no_mpirun(config: RunConfig) -> ConfigurationError:
     """Return the error for a hostfile where MPI is not installed."""
     return ConfigurationError(
-        f"{_with_origin(config, 'mpirun_hostfile')} needs mpirun or mpiexec, and neither is on the PATH. "
+        f"{config.shown('mpirun_hostfile')} needs mpirun or mpiexec, and neither is on the PATH. "
         "Install Open MPI or MPICH, or leave the hostfile out."
     )
 
@@ -470,7 +434,7 @@ def tasks_differ(config: RunConfig, tasks: int, nodes: int) -> ConfigurationErro
     """Return the error for a number of processes that does not fit the tasks of srun."""
     asked = config["num_processes"]
     return ConfigurationError(
-        f"{_with_origin(config, 'num_processes')} and srun started {tasks} tasks on {nodes} nodes, so it is unclear who "
+        f"{config.shown('num_processes')} and srun started {tasks} tasks on {nodes} nodes, so it is unclear who "
         f"runs what. Start {asked} tasks (`srun --ntasks={asked}`), or one task a node (`srun --ntasks-per-node=1`) and "
         "let this launcher start the rest."
     )

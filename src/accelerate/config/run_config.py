@@ -88,6 +88,10 @@ class RunConfig(Mapping[str, Any]):
         """Return the origin as text, such as `flag --num_processes`."""
         return str(self._values[name].origin)
 
+    def shown(self, name: str) -> str:
+        """Return an option with its value and its origin, for messages."""
+        return f"{name}={self[name]!r} ({self.origin(name)})"
+
     def is_given(self, name: str) -> bool:
         """Say whether somebody chose the value: by a flag, a file or a variable."""
         return self._values[name].origin.source not in (OptionSource.DETECTED, OptionSource.DEFAULT)

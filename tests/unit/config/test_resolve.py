@@ -444,6 +444,14 @@ def test_what_a_tpu_cannot_do_is_known_before_a_launcher_is_asked() -> None:
         launch("--tpu", "--mixed_precision", "fp16", machine=NO_GPU)
 
 
+def test_processes_that_megatron_cannot_share_out_are_refused() -> None:
+    words = ("--use_megatron_lm", "--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2", "--cpu")
+    message = r"tp_degree=2 \(flag --megatron_lm_tp_degree\).*multiple of 4 processes.*Write --num_processes 8, or lower"
+    with pytest.raises(ConfigurationError, match=message):
+        launch(*words, "--num_processes", "6")
+    assert launch(*words, "--num_processes", "8")["megatron_lm_tp_degree"] == 2
+
+
 def test_a_flag_that_is_not_needed_says_so() -> None:
     assert "--same_network changes nothing" in launch("--same_network").notes[0]
 
