@@ -18,7 +18,8 @@ FP8_DEVICES = frozenset({"cpu", "cuda", "hpu", "xpu"})
 # Number formats that an engine takes on other devices only.
 REFUSED = {
     ("deepspeed", "cpu"): ("fp16",),
-    ("megatron", "cpu"): ("fp16",),
+    ("megatron", "cpu"): ("fp16", "fp8"),
+    ("megatron", "*"): ("fp8",),  # Transformer Engine decides on the format there, by an option of its own
     ("xla", "xla"): ("fp16",),
     ("xla-spmd", "xla"): ("fp16",),
 }
@@ -73,7 +74,7 @@ def _cell(backend: DeviceBackend, strategy: str) -> str:
     is_of_device = (backend.type == "xla") == (strategy in XLA_STRATEGIES)
     if not is_of_device or (alone and strategy != "single"):
         return NOT_THERE
-    refused = REFUSED.get((strategy, backend.type), ())
+    refused = REFUSED.get((strategy, backend.type), ()) + REFUSED.get((strategy, "*"), ())
     listed = [name for name in PrecisionType.list() if name in precisions.FORMATS and name not in refused]
     # Rarest last.
     shown = sorted((name for name in listed if name != "fp8" or backend.type in FP8_DEVICES), key="fp8".__eq__)

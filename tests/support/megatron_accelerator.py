@@ -8,18 +8,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from tests.support.megatron import make_model, make_rows
-from tests.support.processes import close_process_group
+from tests.support.processes import close_process_group, run_group
 from tests.support.training import fresh_accelerator
 
+from accelerate.checkpointing.files import FolderWriter
+from accelerate.checkpointing.parts import LoadOptions, Part
 from accelerate.runtime import current
 from accelerate.strategies.megatron.configs import _ON_CPU, translate
 from accelerate.strategies.megatron.groups import make_groups
@@ -28,9 +32,11 @@ from accelerate.strategies.megatron.wrappers import MegatronLMOptimizerWrapper, 
 from accelerate.utils import MegatronLMPlugin
 
 with quiet_imports():
+    from accelerate.strategies.megatron.accelerator_checkpoint import MegatronOptimizerPart
     from accelerate.strategies.megatron.accelerator_optimizer import EngineOptimizer, freeze_others, make_optimizer
     from accelerate.strategies.megatron.accelerator_passes import MegatronPasses, seed_generators
     from accelerate.strategies.megatron.carried import carry
+    from accelerate.strategies.megatron.checkpoint import PiecesPart
     from accelerate.strategies.megatron.engine import MegatronEngine, RunView
 
 DEVICE = "cuda"
@@ -138,7 +144,7 @@ class Run:
             norm = 0.0 if clip is None else float(self.held.clip_grad_norm(clip))
             self.optimizer.step()
             self.optimizer.zero_grad()
-            found.append((float(loss), norm))
+            found.append((float(loss.detach()), norm))
         return found
 
     def weights(self) -> list[torch.Tensor]:
@@ -175,9 +181,8 @@ def prepare(kind: str = "llama", precision: str = "no", optimizer: str = "adamw"
     )
     make_groups(configs.degrees, runtime)
     seed_generators()
-    carried = carry(model, configs, torch.device("cpu"))
-    names = {id(parameter): name for name, parameter in carried.module.named_parameters()}
-    carry_optimizer(given, carried.replaced, names, plugin)
+    carried = carry(model, configs, torch.device("cpu"), plugin)
+    carry_optimizer(given, carried.replaced, dict(carried.module.named_parameters()), plugin)
     freeze_others(carried.module, given)
     engine = MegatronEngine(RunView(), carried, None, None)
     engine.passes = MegatronPasses(carried.module, configs, trains=True)
@@ -205,5 +210,59 @@ def plain_losses(kind: str, optimizer: str, steps: int, clip: float | None = Non
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0 if clip is None else clip)
         made.step()
         made.zero_grad()
-        found.append((float(loss), 0.0 if clip is None else float(norm)))
+        found.append((float(loss.detach()), 0.0 if clip is None else float(norm)))
     return found
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "replicas, a distributed optimizer": {"use_distributed_optimizer": True},
+    "replicas, mean of means": {"calculate_per_token_loss": False},
+    "split layers and sequences": {"tp_degree": 2, "sequence_parallelism": True},
+    "a pipeline": {"pp_degree": 2, "num_micro_batches": 2},
+}
+
+
+@functools.cache
+def group_results() -> list[dict[str, Any]]:
+    """Return what each of two processes finds for all groups."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Not forked: a process that has computed with Megatron leaves threads that its children miss.
+        return run_group(_train_groups, 2, folder, start_method="spawn")
+
+
+def _train_groups(folder: str) -> dict[str, Any]:
+    with host_as_accelerator():
+        return {
+            name: _train_and_resume(prepare("llama", **options), Path(folder) / str(index))
+            for index, (name, options) in enumerate(GROUPS.items())
+        }
+
+
+def _train_and_resume(run: Run, folder: Path) -> dict[str, Any]:
+    first = run.train(2, clip=0.5)
+    run.engine.eval()
+    batch = run.batch()
+    shown, silent = run.engine(**batch), run.engine(input_ids=batch["input_ids"])
+    run.engine.train()
+    folder.mkdir(exist_ok=True)
+    parts: list[Part] = [PiecesPart(run.engine), MegatronOptimizerPart(run.engine)]
+    writer = FolderWriter(folder)
+    for part in parts:
+        part.write(part.snapshot(), writer)
+    writer.finish()
+    writer.close()
+    torch.distributed.barrier()
+    last = run.train(2, clip=0.5)
+    payloads = [part.read(folder, LoadOptions()) for part in parts]
+    for part, payload in zip(parts, payloads, strict=True):
+        part.restore(payload)
+    return {
+        "steps": first + last,
+        "again": run.train(2, clip=0.5),
+        "shape": tuple(shown.logits.shape[1:]),
+        "has loss": (shown.loss is not None, silent.loss is not None),
+        "same logits": torch.equal(shown.logits, silent.logits),
+    }

@@ -53,7 +53,7 @@ def save(
     """
     runtime = current.runtime()
     runtime.backend.end_step()  # on all ranks: what is recorded may hold an exchange between them
-    if (runtime.local_rank if save_on_each_node else runtime.rank) != 0:
+    if runtime.local_rank != 0 if save_on_each_node else runtime.rank != current.main_rank():
         return
     if runtime.backend.records_operations:
         obj = on_host(obj)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.config import engine_conflicts
-from accelerate.config.engine_conflicts import Rule
 from accelerate.config.run_config import Resolved, RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
@@ -19,6 +18,9 @@ _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # What only torch's agent does.
 _OF_THE_AGENT = ("max_restarts", "min_machines", "log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
+_SHARDING_AXES = {MeshAxis.DP_SHARD, MeshAxis.SP}
+
+Rule = Callable[[RunConfig, Mapping[str, str]], None]
 
 
 def check(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -188,6 +190,51 @@ def falls_back_to_cpu(config: RunConfig, environ: Mapping[str, str]) -> str | No
     return f"{config.shown(kind)} runs on the CPU: this machine has {config.machine}."
 
 
+def _axes(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Ask for an engine under the axes that shard; the others need none, and XLA devices share out by themselves."""
+    if not config["use_parallelism_config"] or config["use_deepspeed"] or config["tpu"]:
+        return
+    if config["use_fsdp"] and config["fsdp_version"] == 2:
+        return
+    if config["use_fsdp"]:
+        raise ConfigurationError(
+            f"{config.shown('use_parallelism_config')} needs FSDP 2, and {config.shown('fsdp_version')}. "
+            "Write --fsdp_version 2."
+        )
+    used = {axis for axis in MeshAxis if config[f"parallelism_config_{axis}_size"] > 1}
+    if used & _SHARDING_AXES or (config.is_typed("use_parallelism_config") and not used):
+        raise ConfigurationError(
+            f"{config.shown('use_parallelism_config')} needs an engine that shards. Add --use_fsdp "
+            "--fsdp_version 2, or --use_deepspeed."
+        )
+
+
+def _loading(config: RunConfig, environ: Mapping[str, str]) -> None:
+    if config["use_fsdp"] and config["fsdp_cpu_ram_efficient_loading"] and not config["fsdp_sync_module_states"]:
+        raise ConfigurationError(
+            f"{config.shown('fsdp_cpu_ram_efficient_loading')} lets one process read the weights, and "
+            f"{config.shown('fsdp_sync_module_states')} keeps them from the others. Set fsdp_sync_module_states "
+            "to true."
+        )
+
+
+def _megatron_degrees(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Let the processes of Megatron-LM be shared out evenly: replicas of a model are whole."""
+    names = ("megatron_lm_tp_degree", "megatron_lm_pp_degree", "megatron_lm_context_parallel_size")
+    total = config["num_processes"]
+    if not config["use_megatron_lm"] or total is None:
+        return
+    together = 1
+    for name in names:
+        together *= config[name] or 1
+    if together < 1 or total % together:
+        degrees = ", ".join(config.shown(name) for name in names if config[name])
+        raise ConfigurationError(
+            f"{degrees} needs a multiple of {together} processes, and {config.shown('num_processes')}. Write "
+            f"--num_processes {-(-total // max(together, 1)) * max(together, 1)}, or lower a degree."
+        )
+
+
 def _xla_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
     if config["tpu"]:
         check_tpu(config)
@@ -201,7 +248,9 @@ _RULES: tuple[Rule, ...] = (
     _port,
     _several_devices,
     _hardware,
-    *engine_conflicts.RULES,
+    _axes,
+    _loading,
+    _megatron_degrees,
     _binding,
     _xla_devices,
 )
@@ -396,61 +445,3 @@ def check_deepspeed_rank(config: RunConfig, num_machines: int) -> None:
             f"{config.shown('machine_rank')} is not a place among the {num_machines} machines of the run. "
             f"Write --machine_rank with a number from 0 to {num_machines - 1}."
         )
-
-
-def no_mpirun(config: RunConfig) -> ConfigurationError:
-    """Return the error for a hostfile where MPI is not installed."""
-    return ConfigurationError(
-        f"{config.shown('mpirun_hostfile')} needs mpirun or mpiexec, and neither is on the PATH. "
-        "Install Open MPI or MPICH, or leave the hostfile out."
-    )
-
-
-def unknown_mpi(version: str) -> ConfigurationError:
-    """Return the error for an mpirun whose options are not known."""
-    return ConfigurationError(
-        f"`mpirun --version` says {version.strip()[:80]!r}, which is neither Open MPI nor MPICH, Intel MPI or MVAPICH, "
-        "so its options are unknown. Put one of these first on the PATH, or start `mpirun ... accelerate launch` by hand."
-    )
-
-
-def missing_hostfile(given: str) -> ConfigurationError:
-    """Return the error for a path at which there is no hostfile."""
-    return ConfigurationError(
-        f"The hostfile {given!r} does not exist. Write a file with one host a line, or name the hosts themselves: "
-        "--mpirun_hostfile first-host,second-host."
-    )
-
-
-def empty_hostfile(config: RunConfig) -> ConfigurationError:
-    """Return the error for a hostfile without a host."""
-    return ConfigurationError(
-        f"The hostfile {config['mpirun_hostfile']!r} names no host, so the processes cannot meet. "
-        "Write one host a line, the first of them this machine."
-    )
-
-
-def tasks_differ(config: RunConfig, tasks: int, nodes: int) -> ConfigurationError:
-    """Return the error for a number of processes that does not fit the tasks of srun."""
-    asked = config["num_processes"]
-    return ConfigurationError(
-        f"{config.shown('num_processes')} and srun started {tasks} tasks on {nodes} nodes, so it is unclear who "
-        f"runs what. Start {asked} tasks (`srun --ntasks={asked}`), or one task a node (`srun --ntasks-per-node=1`) and "
-        "let this launcher start the rest."
-    )
-
-
-def uneven_nodes(config: RunConfig, total: int, nodes: int) -> ConfigurationError:
-    """Return the error for processes that the nodes of a Slurm step cannot share evenly."""
-    return ConfigurationError(
-        f"num_processes={total} ({config.origin('num_processes')}) cannot be shared evenly among the {nodes} nodes of "
-        f"this step. Write --num_processes {max(1, total // nodes) * nodes}."
-    )
-
-
-def no_srun(nodes: int) -> ConfigurationError:
-    """Return the error for a Slurm job of several nodes without Slurm's programs."""
-    return ConfigurationError(
-        f"This job holds {nodes} nodes and srun is not on the PATH, so the others cannot be reached from here. "
-        "Load Slurm's programs, or add --num_machines 1 to use this node alone."
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate._base.helpers import Choice
-from accelerate.config import conflicts
+from accelerate.config import cluster_conflicts, conflicts
 from accelerate.launch.elastic import processes_per_machine
 from accelerate.launch.host import DEFAULT_PORT, Host, Rendezvous, local_rendezvous
 from accelerate.launch.plan import (
@@ -99,7 +99,7 @@ def _plan(config: RunConfig, host: Host) -> LaunchPlan:
 def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
     program = host.find_program("mpirun") or host.find_program("mpiexec")
     if program is None:
-        raise conflicts.no_mpirun(config)
+        raise cluster_conflicts.no_mpirun(config)
     local = processes_per_machine(config)
     family = mpi_family(host, program)
     path, files, hosts = _hostfile(str(config["mpirun_hostfile"]), local)
@@ -107,7 +107,7 @@ def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
     if several:
         address = config["main_process_ip"] or (hosts[0] if hosts else None)
         if not address:
-            raise conflicts.empty_hostfile(config)
+            raise cluster_conflicts.empty_hostfile(config)
         rendezvous = Rendezvous(str(address), int(config["main_process_port"] or DEFAULT_PORT))
     else:
         rendezvous = local_rendezvous(config, host)
@@ -132,7 +132,7 @@ def mpi_family(host: Host, program: str) -> MpiFamily:
     for family in (OPEN_MPI, HYDRA):
         if any(mark in version.lower() for mark in family.marks):
             return family
-    raise conflicts.unknown_mpi(version)
+    raise cluster_conflicts.unknown_mpi(version)
 
 
 def mpirun_command(
@@ -161,7 +161,7 @@ def _hostfile(given: str, slots: int) -> tuple[str, dict[str, str], list[str]]:
         lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
         return str(path), {}, [line.split()[0].split(":")[0] for line in lines if line]
     if "/" in given or given.endswith((".txt", ".hosts")) or given == "hostfile":
-        raise conflicts.missing_hostfile(given)
+        raise cluster_conflicts.missing_hostfile(given)
     hosts = [host.strip() for host in given.split(",") if host.strip()]
     return f"{FILES}/hostfile", {"hostfile": "".join(f"{host} slots={slots}\n" for host in hosts)}, hosts
 

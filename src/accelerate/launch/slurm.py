@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accelerate._base.helpers import Choice
-from accelerate.config import conflicts
+from accelerate.config import cluster_conflicts
 from accelerate.devices.machine import first_host, port_of_job, tasks_of_nodes
 from accelerate.launch.elastic import agent_plan
 from accelerate.launch.host import Host, Rendezvous, given_port
@@ -95,7 +95,7 @@ def _plan(config: RunConfig, host: Host) -> LaunchPlan:
     if step.tasks == step.nodes and several_per_task:
         return _plan_share(config, host, step, total=asked if given else asked * step.nodes)
     if given and asked not in {1, step.tasks}:
-        raise conflicts.tasks_differ(config, step.tasks, step.nodes)
+        raise cluster_conflicts.tasks_differ(config, step.tasks, step.nodes)
     note = f"srun started {step.tasks} tasks; this one becomes rank {step.rank}, and nothing more is started here."
     rendezvous = step.rendezvous(config, note)
     ranks = {
@@ -113,7 +113,7 @@ def _plan(config: RunConfig, host: Host) -> LaunchPlan:
 def _plan_share(config: RunConfig, host: Host, step: SlurmStep, *, total: int) -> LaunchPlan:
     """Start this node's processes under an agent, where each task has a node for itself."""
     if total % step.nodes:
-        raise conflicts.uneven_nodes(config, total, step.nodes)
+        raise cluster_conflicts.uneven_nodes(config, total, step.nodes)
     local = total // step.nodes
     note = f"srun started one task on each of {step.nodes} nodes; this one starts {local} of {total} processes."
     rendezvous = step.rendezvous(config, note)
@@ -123,7 +123,7 @@ def _plan_share(config: RunConfig, host: Host, step: SlurmStep, *, total: int) -
 def _plan_srun(config: RunConfig, host: Host) -> LaunchPlan:
     nodes = _allocated_nodes(host)
     if host.find_program("srun") is None:
-        raise conflicts.no_srun(nodes)
+        raise cluster_conflicts.no_srun(nodes)
     note = (
         f"A batch script runs on the first of its {nodes} nodes only: srun starts this launcher once on each of them. "
         "Add --num_machines 1 to stay on this node."

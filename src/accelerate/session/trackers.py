@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.runtime import current
 from accelerate.session.setup import Run
 
 if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
@@ -50,7 +51,7 @@ class RunTrackers:
             self.open.clear()
             self.failures.clear()
             self.has_ended = False
-        if self.run.runtime.rank != 0:
+        if self.run.runtime.rank != current.main_rank():
             return
         made = [self._make(chosen, project_name, init_kwargs or {}) for chosen in self.run.options.log_with]
         new = [tracker for tracker in made if not any(tracker is known for known in self.open)]
@@ -100,7 +101,7 @@ class RunTrackers:
 
     def log(self, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict[str, Any]] | None) -> None:
         """Record values with every tracker."""
-        if self.run.runtime.rank == 0:
+        if self.run.runtime.rank == current.main_rank():
             for tracker in self.open:
                 options = (log_kwargs or {}).get(tracker.name, {})
                 self._succeeds(tracker, "log", partial(tracker.log, values, step=step, **options))

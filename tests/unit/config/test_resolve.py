@@ -446,7 +446,9 @@ def test_what_a_tpu_cannot_do_is_known_before_a_launcher_is_asked() -> None:
 
 def test_processes_that_megatron_cannot_share_out_are_refused() -> None:
     words = ("--use_megatron_lm", "--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2", "--cpu")
-    message = r"tp_degree=2 \(flag --megatron_lm_tp_degree\).*multiple of 4 processes.*Write --num_processes 8, or lower"
+    message = (
+        r"tp_degree=2 \(flag --megatron_lm_tp_degree\).*multiple of 4 processes.*Write --num_processes 8, or lower"
+    )
     with pytest.raises(ConfigurationError, match=message):
         launch(*words, "--num_processes", "6")
     assert launch(*words, "--num_processes", "8")["megatron_lm_tp_degree"] == 2

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from accelerate._base.errors import ConfigurationError
+from accelerate.collectives.base import communicator
 from accelerate.config.plugins.megatron import MegatronLMPlugin
 from accelerate.runtime import current
 from accelerate.strategies.megatron.configs import MegatronConfigs
 from accelerate.strategies.megatron.models import build, take_over
 from accelerate.strategies.megatron.options import quiet_imports
-from accelerate.strategies.megatron.weight_maps import WeightMap, weight_map
+from accelerate.strategies.megatron.weight_maps import WeightMap, is_known, weight_map
 from accelerate.strategies.megatron.weights import CutWeights, layouts
 
 
@@ -96,6 +97,7 @@ def carry(
     provide, change = plugin.custom_model_provider_function, plugin.custom_prepare_model_function
     # What is drawn here must not change what the program draws later, such as the order of its data.
     with torch.random.fork_rng(devices=[]), quiet_imports():
+        torch.manual_seed(_seed_of_all())
         if provide is not None:
             module = take_over(provide(**stage), configs, device)
         else:
@@ -108,13 +110,20 @@ def carry(
     cut = CutWeights(module, found, *groups)
     if provide is not None:
         return CarriedModel(module, model, configs, cut, None)
-    known = weight_map(model, plugin.megatron_lm_default_args.get("weight_map"))
+    given = plugin.megatron_lm_default_args.get("weight_map")
+    has_weights = not any(parameter.is_meta for parameter in model.parameters())
+    if not has_weights and given is None and not is_known(model):
+        return CarriedModel(module, model, configs, cut, None)
+    known = weight_map(model, given)
     carried = CarriedModel(module, model, configs, cut, known)
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if has_weights:
         if device.type == "cpu":
             module.to(next(model.parameters()).dtype)
         state: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
         owners = known.pieces
+        for name in known.weights:
+            # As replicas do everywhere: all ranks begin with the weights of the first.
+            communicator().broadcast(state[name].data)
 
         def read(piece: str) -> torch.Tensor | None:
             weight = owners.get(piece)
@@ -123,6 +132,13 @@ def carry(
         cut.load_whole(read)
     _follow_parameters(carried)
     return carried
+
+
+def _seed_of_all() -> int:
+    """Return the seed of the first rank, so that all draw the parts of the same weights."""
+    seed = [torch.initial_seed()]
+    communicator().broadcast_objects(seed)
+    return int(seed[0])
 
 
 def _follow_parameters(carried: CarriedModel) -> None:
@@ -134,21 +150,22 @@ def _follow_parameters(carried: CarriedModel) -> None:
         if isinstance(tensor, torch.nn.Parameter)
         for piece in layout.piece_names
     }
-    known = carried.map.pieces
-    for piece, tensor in homes.items():
-        if piece not in known:
-            tensor.requires_grad_(False)  # a bias that the program's model has not
     named = dict(carried.shell.named_parameters())
     trains: dict[torch.nn.Parameter, tuple[str, bool]] = {}
-    for name, weight in carried.map.weights.items():
-        old = named.get(name)
-        if old is None:
+    for old in named.values():
+        carried.replaced[old] = ()
+    for piece, new in homes.items():
+        weight = carried.map.pieces.get(piece)
+        if weight is None:
+            new.requires_grad_(False)  # a bias that the program's model has not
             continue
-        carried.replaced[old] = tuple({homes[piece]: None for piece in weight.ours if piece in homes})
-        for new in carried.replaced[old]:
-            if trains.setdefault(new, (name, old.requires_grad))[1] != old.requires_grad:
-                raise ConfigurationError(
-                    f"{name!r} has requires_grad={old.requires_grad} and {trains[new][0]!r} has not, but Megatron fuses both "
-                    "into one parameter. Freeze both, or none."
-                )
-            new.requires_grad_(old.requires_grad)
+        parameter = named.get(weight.theirs)
+        if parameter is None:
+            continue  # a buffer
+        carried.replaced[parameter] = (*carried.replaced[parameter], new)
+        if trains.setdefault(new, (weight.theirs, parameter.requires_grad))[1] != parameter.requires_grad:
+            raise ConfigurationError(
+                f"{weight.theirs!r} has requires_grad={parameter.requires_grad} and {trains[new][0]!r} has not, but Megatron "
+                "fuses both into one parameter. Freeze both, or none."
+            )
+        new.requires_grad_(parameter.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ import torch
 from accelerate._base.constants import OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing import sharded
+from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, Part, Prepared, read_weights
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.strategies.megatron.engine import MegatronEngine
 from accelerate.strategies.megatron.weights import Layout
-from accelerate.strategies.sharded_state import ShardedPart, StateDict, shapes_in_folder, write_shards
+from accelerate.strategies.sharded_state import ShardedPart, StateDict, shapes_in_folder
 from accelerate.strategies.tools import local
 
 if TYPE_CHECKING:
@@ -29,7 +31,11 @@ def engine_parts(prepared: Prepared) -> list[Part]:
     for index, model in enumerate(prepared.models):
         assert isinstance(model, MegatronEngine)
         parts.append(PiecesPart(model, index))
-        if model.optimizer is not None and not (model.plugin.no_save_optim and model.plugin.no_load_optim):
+        if hasattr(model.passes, "gradients"):  # Megatron's own, on an accelerator
+            from accelerate.strategies.megatron.accelerator_checkpoint import accelerator_parts
+
+            parts += accelerator_parts(model, index)
+        elif model.optimizer is not None and not (model.plugin.no_save_optim and model.plugin.no_load_optim):
             parts.append(PiecesOptimizerPart(model, index))
     return parts
 
@@ -198,11 +204,13 @@ def _joined(layout: Layout, values: list[Any], parameter: torch.Tensor) -> Any:
 def save_engine(engine: MegatronEngine, folder: str | Path) -> None:
     """Write weights and optimizer of one model into a folder; all ranks call it."""
     target = Path(folder)
-    for part in engine_parts(Prepared(models=[engine])):
-        payload = part.snapshot()
-        if payload is not None:
-            assert isinstance(part, ShardedPart)
-            write_shards(payload, part.key, target / part.folder_name)
+    target.mkdir(parents=True, exist_ok=True)
+    with closing(FolderWriter(target)) as writer:
+        for part in engine_parts(Prepared(models=[engine])):
+            payload = part.snapshot()
+            if payload is not None:
+                part.write(payload, writer)
+        writer.finish()
 
 
 def load_engine(engine: MegatronEngine, folder: str | Path) -> None:

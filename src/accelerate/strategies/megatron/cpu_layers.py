@@ -185,7 +185,13 @@ class CpuLanguageModelEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
 
 
 class CpuRotaryEmbedding(RotaryEmbedding):  # type: ignore[misc]
-    """Angles of rotary positions; the stock one moves them to the GPU."""
+    """Angles of rotary positions; the stock one moves them to the GPU, and keeps each model that it was a part of alive."""
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> torch.Tensor:
+        """Return the angles for all positions."""
+        return self.get_emb(max_seq_len, offset)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Return the angles for all positions."""

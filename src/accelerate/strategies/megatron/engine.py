@@ -174,11 +174,12 @@ class MegatronEngine(torch.nn.Module):
         return tuple(value for value in (loss, *outputs.values()) if value is not None)
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch whose sequences the ranks of a layer can share."""
-        config = self.configs.transformer
-        if not config.sequence_parallel:
+        """Return a batch whose sequences the ranks of a layer, or those of a sequence, can share."""
+        config, shares = self.configs.transformer, self.configs.degrees.context
+        ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        ranks *= 2 * shares if shares > 1 else 1
+        if ranks == 1:
             return batch
-        ranks = config.tensor_model_parallel_size
         ids = batch.get("input_ids", batch.get("tokens"))
         if self.configs.model.family != "gpt" and ids is not None and "attention_mask" not in batch:
             batch = {**batch, "attention_mask": torch.ones_like(ids)}

@@ -104,6 +104,7 @@ _NOT_ON_CPU = {
     "expert_model_parallel_size": ("a device's kernels send tokens to experts", "expert_model_parallel_size=1"),
     "use_megatron_fsdp": ("it gathers weights on a device's streams", "a FullyShardedDataParallelPlugin instead"),
     "optimizer_cpu_offload": ("the optimizer is on the CPU already", "optimizer_cpu_offload=False"),
+    "overlap_cpu_optimizer_d2h_h2d": ("nothing is copied to the CPU", "overlap_cpu_optimizer_d2h_h2d=False"),
     "use_precision_aware_optimizer": ("only Transformer Engine has it", "use_precision_aware_optimizer=False"),
     "attention_backend": ("its kernels are a device's", "attention_backend='auto'"),
 }
@@ -273,10 +274,10 @@ def check_device(plugin: MegatronLMPlugin, device_type: str, mixed_precision: st
             "Write mixed_precision='bf16'."
         )
     values = values_of(plugin)
-    for name in ("bf16", "fp16", "params_dtype"):
+    for name in ("bf16", "fp16", "fp8", "fp8_format", "fp4", "params_dtype"):
         if name in (plugin.other_megatron_args or {}):
             raise ConfigurationError(
-                f"MegatronLMPlugin(other_megatron_args={{{name!r}: {values[name]!r}}}) cannot work on the CPU: weights "
+                f"MegatronLMPlugin(other_megatron_args={{{name!r}: {(plugin.other_megatron_args or {})[name]!r}}}) cannot work on the CPU: weights "
                 "stay in 32 bits there. Write Accelerator(mixed_precision='bf16') instead."
             )
     for name, (why, instead) in _NOT_ON_CPU.items():

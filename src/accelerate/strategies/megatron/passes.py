@@ -33,7 +33,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Loss:
+class PartLoss:
     """The loss of one part of a batch.
 
     Args:
@@ -50,10 +50,10 @@ class _Loss:
         return self.value if self.count is None else self.value / self.count.clamp(min=1)
 
 
-def _run(step: ForwardStep, batch: Batch, module: torch.nn.Module) -> tuple[_Loss | None, dict[str, Any]]:
+def _run(step: ForwardStep, batch: Batch, module: torch.nn.Module) -> tuple[PartLoss | None, dict[str, Any]]:
     output, loss_of = step(iter([batch]), module)
     *found, report = loss_of(output)
-    return (None if found[0] is None else _Loss(*found)), dict(report)
+    return (None if found[0] is None else PartLoss(*found)), dict(report)
 
 
 class TorchPasses:
@@ -117,7 +117,7 @@ class TorchPasses:
         with self._computing():
             found = [_run(step, batch, self.module) for batch in batches]
         losses = [loss for loss, _ in found if loss is not None]
-        report = _joined([part for _, part in found])
+        report = joined_reports([part for _, part in found])
         if not losses:
             return Outcome(None, report)
         shown, total = self._shown(losses)
@@ -141,7 +141,7 @@ class TorchPasses:
                     assert loss is not None  # the engine asks for gradients where there are labels
                     is_sum = self._sums() and loss.count is not None
                     (loss.value if is_sum else loss.mean / len(batches)).backward()
-                    losses.append(_Loss(loss.value.detach(), loss.count))
+                    losses.append(PartLoss(loss.value.detach(), loss.count))
                     reports.append(report)
             gradients = [parameter.grad for parameter in self._parameters]
         finally:
@@ -152,9 +152,9 @@ class TorchPasses:
         if total is not None:
             torch._foreach_mul_([entry for entry in gradients if entry is not None], self.replicas.size() / total)
         loss = KnownGradients.apply(shown, gradients, *self._parameters)  # type: ignore[no-untyped-call]
-        return Outcome(loss, _joined(reports))
+        return Outcome(loss, joined_reports(reports))
 
-    def _shown(self, losses: Sequence[_Loss]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _shown(self, losses: Sequence[PartLoss]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the loss of all replicas, and by how many items sums are divided; None for means of means."""
         counts = [loss.count for loss in losses if loss.count is not None]
         if self._sums() and len(counts) == len(losses):
@@ -168,8 +168,7 @@ class TorchPasses:
 
     def _sums(self) -> bool:
         """Return whether items are weighed; where batches have a place in a global batch, the loop weighs those."""
-        loader = self._clock.active_dataloader
-        return self.per_token and (loader is None or loader.microbatch is None)
+        return self.per_token and weighs_items(self._clock)
 
     def _computing(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -177,12 +176,18 @@ class TorchPasses:
         return torch.autocast("cpu", self.autocast)
 
 
+def weighs_items(clock: GradientState) -> bool:
+    """Return whether losses are weighed by their items; in a global batch the loop weighs batches by their rows."""
+    loader = clock.active_dataloader
+    return loader is None or loader.microbatch is None
+
+
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
 
 
-def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def joined_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the reports of all parts as one: rows one after another."""
     first = reports[0]
     if len(reports) == 1:

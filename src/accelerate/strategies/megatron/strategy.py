@@ -28,7 +28,7 @@ from accelerate.strategies.megatron.datasets import (
 )
 from accelerate.strategies.megatron.groups import make_groups
 from accelerate.strategies.megatron.micro_batches import enlarged, is_enlarged
-from accelerate.strategies.megatron.options import quiet_imports
+from accelerate.strategies.megatron.options import core, quiet_imports
 from accelerate.strategies.megatron.wrappers import (
     MegatronLMDummyScheduler,
     MegatronLMOptimizerWrapper,
@@ -128,7 +128,9 @@ class MegatronStrategy(JointStrategy):
                     "configuration of a Transformers model, and this has none. Pass a Transformers model, or give the plugin "
                     "a custom_model_provider_function."
                 )
-            self.check_experts(self._translate(model, (), (), None))
+            configs = self._translate(model, (), (), None)
+            self.check_experts(configs)
+            check_built(configs)
 
     def check_experts(self, configs: MegatronConfigs) -> None:
         """Refuse experts where words cannot be sent to them."""
@@ -172,15 +174,18 @@ class MegatronStrategy(JointStrategy):
             from accelerate.strategies.megatron.carried import carry
             from accelerate.strategies.megatron.engine import MegatronEngine, RunView
 
+        if not self._is_on_cpu:
+            from accelerate.strategies.megatron.accelerator_passes import seed_generators
+
+            seed_generators()  # layers draw from them when they are built
         carried = carry(models[0], configs, self.runtime.device, self.plugin)
-        results: list[MegatronLMOptimizerWrapper] = []
+        engine = MegatronEngine(RunView(), carried, None, None)
         for optimizer in optimizers:
             carry_optimizer(optimizer, carried.replaced, dict(carried.module.named_parameters()), self.plugin)
-            results.append(MegatronLMOptimizerWrapper(optimizer))
-            results[-1].before_step = self._clip_at_step
+        set_up = self._train_by_torch if self._is_on_cpu else self._train_by_megatron
+        results = set_up(engine, optimizers)
         made = [self._follow(scheduler, results, configs) for scheduler in schedulers]
-        engine = MegatronEngine(RunView(), carried, results[0] if results else None, made[0] if made else None)
-        self._set_up_passes(engine, trains=bool(optimizers))
+        engine.optimizer, engine.scheduler = next(iter(results), None), next(iter(made), None)
         carried.hand_over(engine)
         self.engines.append(engine)
         return PreparedTogether((engine,), tuple(results), tuple(made))
@@ -240,25 +245,50 @@ class MegatronStrategy(JointStrategy):
     def _follow(self, scheduler: Any, optimizers: Sequence[Any], configs: MegatronConfigs) -> Any:
         """Return the schedule of Megatron that a placeholder stands for; one of torch follows its optimizer."""
         if not isinstance(scheduler, MegatronLMDummyScheduler):
-            if optimizers and scheduler.optimizer is not optimizers[0].optimizer:
-                follow_optimizer(scheduler, optimizers[0].optimizer)
+            if optimizers:
+                inner = getattr(optimizers[0].optimizer, "given", optimizers[0].optimizer)
+                if scheduler.optimizer is not inner:
+                    follow_optimizer(scheduler, inner)
             return scheduler
         assert configs.schedule is not None
         return MegatronLMSchedulerWrapper(make_schedule(optimizers[0].optimizer, configs.schedule), list(optimizers))
 
-    def _set_up_passes(self, engine: Any, *, trains: bool) -> None:
-        from megatron.core import parallel_state
+    @property
+    def _is_on_cpu(self) -> bool:
+        """Return whether torch computes what Megatron's own parts ask an accelerator for."""
+        return self.runtime.device.type == "cpu"
 
+    def _train_by_torch(self, engine: Any, optimizers: Sequence[Any]) -> list[MegatronLMOptimizerWrapper]:
+        """Let torch compute gradients, and step with the optimizer of the program."""
         from accelerate.strategies.megatron.passes import TorchPasses
         from accelerate.strategies.megatron.train_steps import replica_group
 
         engine.passes = TorchPasses(
             engine.module,
             replica_group(),
-            parallel_state.get_tensor_model_parallel_group(),
+            core("parallel_state").get_tensor_model_parallel_group(),
             per_token=bool(engine.configs.transformer.calculate_per_token_loss),
             autocast=torch.bfloat16 if self.precision.name == "bf16" else None,
         )
+        results = [MegatronLMOptimizerWrapper(optimizer) for optimizer in optimizers]
+        for result in results:
+            result.before_step = self._clip_at_step
+        return results
+
+    def _train_by_megatron(self, engine: Any, optimizers: Sequence[Any]) -> list[MegatronLMOptimizerWrapper]:
+        """Let Megatron's schedules compute gradients, and step with its optimizers, which clip by themselves."""
+        with quiet_imports():
+            from accelerate.strategies.megatron.accelerator_optimizer import freeze_others, make_optimizer
+            from accelerate.strategies.megatron.accelerator_passes import MegatronPasses
+
+        for optimizer in optimizers:
+            freeze_others(engine.module, optimizer)
+        returns_logits = bool(self.plugin.return_logits)
+        passes = MegatronPasses(engine.module, engine.configs, trains=bool(optimizers), returns_logits=returns_logits)
+        engine.passes, engine.module = passes, passes.module
+        return [
+            MegatronLMOptimizerWrapper(make_optimizer(engine.configs, passes, optimizer)) for optimizer in optimizers
+        ]
 
     # --- train -------------------------------------------------------------------------------------------------------
 
@@ -269,32 +299,64 @@ class MegatronStrategy(JointStrategy):
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale gradients down by the norm of the whole model; the step that follows then does not clip again."""
+        if not self._is_on_cpu:
+            norms: list[torch.Tensor] = [
+                engine.optimizer.optimizer.clip_grad_norm(max_norm, norm_type) for engine in self._trained()
+            ]
+            return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         self._is_clipped = True
         return self._clip(parameters, max_norm, norm_type)
 
     def _clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        from megatron.core import parallel_state
-
-        split = (parallel_state.get_tensor_model_parallel_group(),) if self.degrees.tensor > 1 else ()
+        split = (core("parallel_state").get_tensor_model_parallel_group(),) if self.degrees.tensor > 1 else ()
 
         def groups_of(parameter: torch.Tensor) -> tools.Groups:
             return split if getattr(parameter, "tensor_model_parallel", False) else ()
 
         return tools.clip_grad_norm(parameters, max_norm, norm_type, self.runtime.device, groups_of=groups_of)
 
+    def _trained(self) -> list[Any]:
+        return [engine for engine in self.engines if engine.optimizer is not None]
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limit each element of the gradients.
+
+        Raises:
+            ConfigurationError: If they are in Megatron's buffers.
+        """
+        if not self._is_on_cpu:
+            raise ConfigurationError(
+                f"clip_grad_value_({clip_value!r}) was called under Megatron-LM on {self.runtime.device}, whose optimizers clip by "
+                "the norm alone. Use clip_grad_norm_."
+            )
+        super().clip_grad_value(parameters, clip_value)
+
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
+        """Multiply the gradients that are there by `factor`."""
+        if self._is_on_cpu:
+            super().scale_gradients(parameters, factor)
+        else:
+            for engine in self._trained():
+                engine.passes.gradients.scale(factor)
+
     def _clip_at_step(self) -> None:
         """Clip as the plugin says, unless the loop has clipped these gradients."""
         limit = float(self.plugin.megatron_lm_default_args["clip_grad"] or 0.0)
         if limit > 0 and not self._is_clipped:
-            for engine in self.engines:
-                if engine.optimizer is not None:
-                    self._clip(engine.parameters(), limit, 2.0)
+            for engine in self._trained():
+                self._clip(engine.parameters(), limit, 2.0)
         self._is_clipped = False
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def open_gradients(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return the gradients of this rank's data in pieces; ranks that share a layer bring them together."""
+        """Return the gradients of this rank's data in pieces; ranks that share a layer bring them together.
+
+        Megatron's buffers are returned as they are, for a run of the same layout.
+        """
+        if not self._is_on_cpu:
+            buffers: dict[str, torch.Tensor] = model.passes.gradients.state()
+            return buffers
         weights = model.carried.weights
         found: dict[str, torch.Tensor] = {}
         for layout, parameter in weights:
@@ -303,6 +365,9 @@ class MegatronStrategy(JointStrategy):
         return found
 
     def set_open_gradients(self, model: Any, gradients: Mapping[str, torch.Tensor]) -> None:
+        if not self._is_on_cpu:
+            model.passes.gradients.load_state(gradients)
+            return
         weights = model.carried.weights
         for layout, parameter in weights:
             pieces = [gradients.get(name) for name in layout.piece_names]
@@ -315,6 +380,8 @@ class MegatronStrategy(JointStrategy):
         """Return all weights under the names of the Transformers model, on the first and on the last rank; all call it."""
         from accelerate.strategies.megatron.carried import keeps_weights
 
+        if not self._is_on_cpu:
+            model.passes.finish_parameters()
         found: dict[str, Any] = model.carried.full_state_dict(keep=keeps_weights())
         return found
 
@@ -327,3 +394,22 @@ class MegatronStrategy(JointStrategy):
     def release(self) -> None:
         """Let go of the engines."""
         self.engines.clear()
+
+
+def check_built(configs: MegatronConfigs) -> None:
+    """Refuse what megatron-core has, and a model that comes back in its own format has not.
+
+    Raises:
+        ConfigurationError: If it was asked for.
+    """
+    if configs.ddp.use_megatron_fsdp:
+        raise ConfigurationError(
+            "MegatronLMPlugin(use_custom_fsdp=True) cannot work: the weights that Megatron's FSDP shards could not be brought back "
+            "into the Transformers model. Shard the optimizer with use_distributed_optimizer=True, or use a "
+            "FullyShardedDataParallelPlugin."
+        )
+    if configs.degrees.virtual_pipeline is not None:
+        raise ConfigurationError(
+            f"MegatronLMPlugin(num_layers_per_virtual_pipeline_stage=...) asks for {configs.degrees.virtual_pipeline} stages a "
+            "process, and there is one. Leave it out, and give a batch more parts with num_micro_batches."
+        )

@@ -182,7 +182,7 @@ class GPTTrainStep(_BuiltInStep):
         """Return the function that runs the model on a batch."""
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any]]:
-            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            tokens, labels, loss_mask, attention_mask, position_ids = own_positions(self.get_batch(data_iterator))
             inner = inner_model(model)
             if not inner.post_process or (labels is not None and not self.wants_logits):
                 output = model(tokens, position_ids, attention_mask, labels=labels)
@@ -205,14 +205,48 @@ class GPTTrainStep(_BuiltInStep):
         return loss_func
 
 
+def own_positions(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return this rank's part of each sequence, where ranks share them: one from the front and one from the back."""
+    tokens, labels, loss_mask, attention_mask, position_ids = batch
+    state = require("megatron.core.parallel_state", why=_WHY, extra="megatron")
+    if state.get_context_parallel_world_size() == 1:
+        return batch
+    if attention_mask is not None:
+        raise UsageError(
+            "attention_mask hides words of a batch whose sequences are split (context_parallel_size), which Megatron cannot hide "
+            "there. Fill sequences with words, and leave the mask out."
+        )
+    utils = require("megatron.core.utils", why=_WHY, extra="megatron")
+    whole = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+    part = utils.get_batch_on_this_cp_rank(whole)
+    return part["tokens"], part["labels"], part["loss_mask"], None, part["position_ids"]
+
+
+def whole_sequences(part: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return what `own_positions` shared out, `[b, s, ...]`, in the order of the sequences.
+
+    Args:
+        group: The ranks that share sequences; by default those of the run.
+    """
+    if group is None:
+        state = require("megatron.core.parallel_state", why=_WHY, extra="megatron")
+        group = state.get_context_parallel_group()
+    if group.size() == 1:
+        return part
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    halves = [entry.chunk(2, dim=1) for entry in parts]
+    return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim=1)
+
+
 def _with_logits(
     model: Any, labels: torch.Tensor | None, loss_func: Callable[..., Any], logits: torch.Tensor
 ) -> tuple[Any, ...]:
     """Return what a loss function does of logits `[b, s, words of this rank]`, and all logits beside it."""
-    every = {"logits": model.all_logits(logits)}
+    every = {"logits": whole_sequences(model.all_logits(logits))}
     if labels is None:
         return None, every
-    *found, report = loss_func(model.compute_language_model_loss(labels, logits.transpose(0, 1)))
+    *found, report = loss_func(model.compute_language_model_loss(labels, logits.transpose(0, 1).clone()))
     return *found, {**report, **every}
 
 
@@ -357,7 +391,7 @@ def _bert_logits(
     every: dict[str, Any] = {"prediction_logits": model.all_logits(logits), "seq_relationship_logits": order_logits}
     if labels is None:
         return None, every
-    losses = model.compute_language_model_loss(labels, logits.transpose(0, 1))
+    losses = model.compute_language_model_loss(labels, logits.transpose(0, 1).clone())
     *found, report = loss_func((losses, order_logits))
     return *found, {**report, **every}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -219,19 +219,21 @@ class WeightMap:
     """The weights of one Transformers model, by name, and the names that stand for the same weight.
 
     Args:
-        weights: Those that are carried.
+        weights: Those that are carried, by their names.
+        pieces: Piece -> the weight in which it lies; of names for the same weight each has its piece.
         aliases: Name -> the name of the same weight that is carried.
         names: All names, in the order of the model.
     """
 
     weights: Mapping[str, Weight]
+    pieces: Mapping[str, Weight]
     aliases: Mapping[str, str]
     names: tuple[str, ...]
 
-    @property
-    def pieces(self) -> dict[str, Weight]:
-        """Return the weight in which each piece lies."""
-        return {piece: weight for weight in self.weights.values() for piece in weight.ours}
+
+def is_known(model: Any) -> bool:
+    """Return whether the weights of such a model can be carried without the program saying how."""
+    return model.config.model_type in _MAPS
 
 
 def weight_map(model: Any, given: Mapping[str, str | Iterable[str]] | None = None) -> WeightMap:
@@ -244,7 +246,7 @@ def weight_map(model: Any, given: Mapping[str, str | Iterable[str]] | None = Non
         ConfigurationError: If the type is not known, or the model has weights that no piece takes.
     """
     kind = model.config.model_type
-    if given is None and kind not in _MAPS:
+    if given is None and not is_known(model):
         raise ConfigurationError(
             f"The weights of a model of type {kind!r} cannot be carried to Megatron: known are {', '.join(_MAPS)}. Write "
             "megatron_lm_default_args['weight_map'] in the parser that you registered for it, or build the model under "
@@ -269,4 +271,9 @@ def weight_map(model: Any, given: Mapping[str, str | Iterable[str]] | None = Non
             "layers of your own, or give custom_model_provider_function."
         )
     carried = {name: weight for name, weight in known.items() if name in state and name not in aliases}
-    return WeightMap(carried, aliases, tuple(state))
+    pieces = {piece: weight for weight in carried.values() for piece in weight.ours}
+    for alias, owner in aliases.items():
+        # The last stage of a pipeline has its own copy of embeddings that are also its output layer.
+        for piece in known[alias].ours if alias in known else ():
+            pieces.setdefault(piece, replace(known[alias], theirs=owner))
+    return WeightMap(carried, pieces, aliases, tuple(state))

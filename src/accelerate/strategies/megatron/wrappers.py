@@ -125,13 +125,13 @@ def carry_optimizer(
             "of. Prepare it before its first step, and restore its state with load_state()."
         )
     names = {id(parameter): name for name, parameter in parameters.items()}
-    if plugin.custom_model_provider_function is not None:
+    if not replaced:
         # Nobody knows which parameter of the program's own model is which of the given one: all of them are trained.
         if len(optimizer.param_groups) > 1:
             raise ConfigurationError(
-                f"This {type(optimizer).__name__} has {len(optimizer.param_groups)} groups of parameters of a model that "
-                "custom_model_provider_function replaces, so nobody knows which of the new ones belong to which. Give it one "
-                "group, and write MegatronLMPlugin(no_wd_decay_cond=..., scale_lr_cond=...) for others."
+                f"This {type(optimizer).__name__} has {len(optimizer.param_groups)} groups of parameters of a model whose weights "
+                "are not carried, so nobody knows which of the new ones belong to which. Give it one group, and write "
+                "MegatronLMPlugin(no_wd_decay_cond=..., scale_lr_cond=...) for others."
             )
         every = [parameter for parameter in parameters.values() if parameter.requires_grad]
         replaced = dict.fromkeys(optimizer.param_groups[0]["params"], every)

@@ -118,7 +118,7 @@ def test_every_piece_lies_in_one_weight_alone(make: Maker) -> None:
     found = weight_map(make())
     counted = Counter(piece for weight in found.weights.values() for piece in weight.ours)
     assert set(counted.values()) == {1}
-    assert found.pieces.keys() == counted.keys()
+    assert found.pieces.keys() >= counted.keys()
     assert all(piece in weight.ours for piece, weight in found.pieces.items())
 
 
@@ -143,7 +143,7 @@ def test_the_pieces_are_those_of_the_model_that_megatron_builds(name: str) -> No
     model = MODELS[name]()
     expected, state = weight_map(model), copied(model.state_dict())
     carried = prepare(model).carried
-    assert held(carried).keys() == expected.pieces.keys()
+    assert held(carried).keys() == {piece for weight in expected.weights.values() for piece in weight.ours}
     for theirs, weight in expected.weights.items():
         for piece, tensor in weight.to_pieces(state[theirs]).items():
             assert torch.equal(held(carried)[piece], tensor), piece
@@ -164,7 +164,7 @@ def test_experts_are_those_that_megatron_builds(name: str, monkeypatch: pytest.M
         logits = model(input_ids=ids).logits
     expected, state = weight_map(model), copied(model.state_dict())
     engine = prepare(model)
-    assert held(engine.carried).keys() == expected.pieces.keys()
+    assert held(engine.carried).keys() == {piece for weight in expected.weights.values() for piece in weight.ours}
     assert_bit_exact(engine.carried.full_state_dict(keep=True), state)
     assert_near(name, engine.eval()(input_ids=ids).logits, logits, 1e-4)
 
