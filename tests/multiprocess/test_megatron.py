@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.megatron import WORDS, Case, Run, case, make_model, make_rows, prepare, train
-from tests.support.training import assert_near, group_once
+from tests.support.processes import run_group
+from tests.support.training import assert_near, fresh_accelerator, group_once
 
 from accelerate import PartialState
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import MegatronLMPlugin
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.multiprocess
@@ -151,12 +157,78 @@ def main_process() -> dict[str, Any]:
     return {**facts, "without": PartialState().is_main_process}
 
 
+def weights_of_the_first_rank() -> dict[str, Any]:
+    """Ranks that build different models begin with that of the first, also where Megatron draws the weights."""
+    found = {}
+    for name, options in {"replicas": {}, "layers": SPLIT}.items():
+        for place in ("cpu", "meta"):
+            accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(**options))
+            with torch.device(place):
+                model = make_model("gpt2")
+            torch.manual_seed(PartialState().process_index)
+            if place == "cpu":
+                for parameter in model.parameters():
+                    parameter.data.normal_()
+            weights = accelerator.get_state_dict(accelerator.prepare(model))
+            found[f"{name} {place}"] = sum(value.double().sum().item() for value in weights.values())
+    return found
+
+
+def what_the_main_process_does(folder: str) -> dict[str, Any]:
+    """It writes with `save` and records with trackers, in a loop that asks for it; and all is let go at the end."""
+    accelerator = fresh_accelerator(megatron_lm_plugin=MegatronLMPlugin(**SPLIT), log_with=Lines(folder))
+    model = make_model("gpt2")
+    gone = weakref.ref(model)
+    engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    held = weakref.ref(engine)
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 1.0})
+    if accelerator.is_main_process:
+        accelerator.save({"a": torch.ones(1)}, f"{folder}/saved.bin")
+    accelerator.end_training()
+    engine, optimizer = accelerator.free_memory(engine, optimizer)
+    del model
+    gc.collect()
+    return {"freed": (engine, optimizer) == (None, None), "gone": gone() is None and held() is None}
+
+
+class Lines(GeneralTracker):
+    """Write what is logged, with the rank that does."""
+
+    name = "lines"
+    requires_logging_directory = False
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Do without."""
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        with open(f"{self.folder}/lines", "a") as file:
+            file.write(f"{PartialState().process_index} {values}\n")
+
+
 def half_precision() -> list[float]:
     return train(prepare(replace(case("llama", steps=5, **SPLIT), precision="bf16")))
 
 
 def several_questions() -> dict[str, Any]:
-    questions = (untouched_weights, logits_of_all_words, dropout, main_process, half_precision)
+    questions = (
+        untouched_weights,
+        logits_of_all_words,
+        dropout,
+        main_process,
+        half_precision,
+        weights_of_the_first_rank,
+    )
     return {question.__name__: question() for question in questions}
 
 
@@ -189,6 +261,21 @@ def test_the_last_rank_is_the_main_one() -> None:
     expected = {"type": "DistributedType.MEGATRON_LM"}
     assert answer(main_process, 1) == {**expected, "main": True, "local": True, "state": True, "without": False}
     assert answer(main_process, 0) == {**expected, "main": False, "local": False, "state": False, "without": True}
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first() -> None:
+    found = [answer(weights_of_the_first_rank, rank) for rank in range(2)]
+    assert found[0] == found[1]
+    assert found[0]["replicas cpu"] == found[0]["layers cpu"]
+    # Megatron draws a weight as a whole before it cuts it, but the words that pad the vocabulary as well.
+    assert found[0]["replicas meta"] != found[0]["replicas cpu"]
+
+
+def test_the_main_process_saves_and_records(tmp_path: Path) -> None:
+    for found in run_group(what_the_main_process_does, 2, str(tmp_path)):
+        assert found == {"freed": True, "gone": True}
+    assert torch.load(tmp_path / "saved.bin", weights_only=True)["a"].item() == 1.0
+    assert (tmp_path / "lines").read_text() == "1 {'loss': 1.0}\n"
 
 
 def test_half_precision_learns_nearly_as_single_does() -> None:

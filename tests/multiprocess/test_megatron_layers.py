@@ -16,6 +16,7 @@ from tests.support.training import assert_near, fresh_accelerator, group_once, r
 from accelerate import PartialState
 from accelerate._base.imports import is_package_available
 from accelerate.strategies.megatron.strategy import MegatronStrategy
+from accelerate.strategies.megatron.train_steps import whole_sequences
 from accelerate.utils import MegatronLMPlugin
 
 transformers = pytest.importorskip("transformers")
@@ -317,6 +318,23 @@ def test_a_model_of_its_own_layout_is_carried_and_comes_back(run: str) -> None:
     for found in group_once(*OWN_LAYOUTS[run]):
         assert found["changed"] == []
         assert found["apart"] < 1e-4
+
+
+# --- parts of sequences ---
+
+
+def parts_of_sequences() -> dict[str, Any]:
+    """What is shared out from the front and the back comes together in its order."""
+    PartialState(cpu=True)
+    whole, group = torch.arange(16).reshape(2, 8), dist.group.WORLD
+    part = import_quietly("megatron.core.utils").get_batch_on_this_cp_rank({"tokens": whole}, group)["tokens"]
+    return {"part": part.tolist(), "whole": torch.equal(whole_sequences(part, group), whole)}
+
+
+def test_parts_of_sequences_come_together_in_their_order() -> None:
+    found = group_once(parts_of_sequences, 2)
+    assert [entry["part"][0] for entry in found] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert all(entry["whole"] for entry in found)
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
