@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice, log_once, user_stacklevel, warn_once
-from accelerate._base.imports import has_package, is_deepspeed_available, require
+from accelerate._base.imports import is_deepspeed_available, require
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
@@ -42,8 +42,6 @@ if TYPE_CHECKING:  # most runs have no mesh and no tracker: their modules are im
     from torch.distributed.device_mesh import DeviceMesh
 
     from accelerate.config.plugins.deepspeed import DeepSpeedPlugin
-    from accelerate.config.plugins.megatron import MegatronLMPlugin
-    from accelerate.devices.base import DeviceBackend
     from accelerate.tracking.registry import Chosen
 
 _LOG = logging.getLogger(__name__)
@@ -265,21 +263,6 @@ def _fit_deepspeed(plugins: dict[str, DeepSpeedPlugin], options: RunSettings) ->
     accumulation.num_steps = int(steps)
 
 
-def _fit_megatron(plugin: MegatronLMPlugin, backend: DeviceBackend) -> None:
-    """Refuse settings of Megatron-LM that cannot work, before a process is started.
-
-    Raises:
-        ConfigurationError: If a value cannot be, or the processes cannot be shared out as it says.
-        MissingPackageError: If megatron-core is not installed.
-    """
-    from accelerate.strategies.megatron.configs import check_options, degrees_of
-
-    if not has_package("megatron.core"):
-        require("megatron.core", why="MegatronLMPlugin", extra="megatron")
-    check_options(plugin)
-    degrees_of(plugin).data_parallel(expected_topology(backend).world_size)
-
-
 def parallelism_from_environment() -> ParallelismConfig | None:
     """Return the sizes that the launcher asks for, None if it does not."""
     return ParallelismConfig() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
@@ -298,7 +281,9 @@ def start_run(options: RunSettings) -> Run:
     if "deepspeed" in request.engines:
         _fit_deepspeed(request.engines["deepspeed"], options)
     if "megatron" in request.engines:
-        _fit_megatron(request.engines["megatron"], backend)
+        from accelerate.strategies.megatron.groups import check_run
+
+        check_run(request.engines["megatron"], expected_topology(backend).world_size)
     shared = current.ACCELERATOR
     if shared:
         check_agreement(options.mixed_precision, options.cpu)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from accelerate._base.enums import DistributedType, DynamoBackend
-from accelerate._base.errors import WrongTypeError
+from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import (
     LoaderPart,
@@ -386,6 +386,31 @@ class Strategy:
 
 class JointStrategy(Strategy, ABC):
     """Train with an engine that makes one object of a model, its optimizer and its scheduler."""
+
+    title: ClassVar[str]
+    """The name of the engine, for messages."""
+
+    def check_one_of_each(
+        self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], *, several: str, alone: str
+    ) -> None:
+        """Refuse several of a kind, and an optimizer or a scheduler without its model.
+
+        Args:
+            several: What to write instead of several.
+            alone: Why the model is needed, and what to write.
+        """
+        for what, given in (("model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
+            if len(given) > 1:
+                names = ", ".join(type(entry).__name__ for entry in given)
+                raise ConfigurationError(
+                    f"prepare() was given {len(given)} {what}s ({names}) under {self.title}, whose engine holds one. Call prepare() "
+                    f"for each model, with its optimizer and scheduler{several}."
+                )
+        if (optimizers or schedulers) and not models:
+            name = type([*optimizers, *schedulers][0]).__name__
+            raise ConfigurationError(
+                f"prepare() was given {name} without its model, or with one that was prepared without it, but {alone}"
+            )
 
     @abstractmethod
     def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:

@@ -250,7 +250,7 @@ class MegatronOptions(LaunchSection):
     variables: ClassVar[str | None] = ""
 
     megatron_lm_tp_degree: int = knob(1, help="Processes that split each layer.", ask=Ask())
-    megatron_lm_use_custom_fsdp: bool = knob(False, help="Shard with Megatron's own FSDP.", codec=TRUE_FALSE)
+    megatron_lm_use_custom_fsdp: bool = knob(False, help="Megatron's own FSDP, which is refused.", codec=TRUE_FALSE)
     megatron_lm_no_load_optim: bool = knob(
         False, help="Leave the optimizer out when a checkpoint is loaded.", codec=TRUE_FALSE
     )

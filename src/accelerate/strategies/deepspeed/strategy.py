@@ -62,6 +62,7 @@ class DeepSpeedStrategy(JointStrategy):
 
     name: ClassVar[str] = "deepspeed"
     engine: ClassVar[str | None] = "deepspeed"
+    title: ClassVar[str] = "DeepSpeed"
     caps: ClassVar[Capabilities] = Capabilities(clips_by_value=False, hides_open_gradients=True, owns_precision=True)
     placeholders: ClassVar[Mapping[type, str]] = {DummyOptim: "optimizer", DummyScheduler: "scheduler"}
 
@@ -117,20 +118,14 @@ class DeepSpeedStrategy(JointStrategy):
 
     def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
         """Refuse what no engine can be made of, before anything is touched."""
-        for what, several in (("model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
-            if len(several) > 1:
-                names = ", ".join(type(entry).__name__ for entry in several)
-                raise ConfigurationError(
-                    f"prepare() was given {len(several)} {what}s ({names}) under DeepSpeed, whose engine holds one. Call prepare() "
-                    "for each model, with its optimizer and scheduler; deepspeed_plugins={...} gives each its own settings."
-                )
-        if (optimizers or schedulers) and not models:
-            name = type([*optimizers, *schedulers][0]).__name__
-            raise ConfigurationError(
-                f"prepare() was given {name} without its model, or with one that was prepared without it, but DeepSpeed's "
-                "engine is made of both together. Write model, optimizer = accelerator.prepare(model, optimizer), before the "
-                "model is prepared for evaluation; with Transformers' Trainer, call train() before evaluate()."
-            )
+        self.check_one_of_each(
+            models,
+            optimizers,
+            schedulers,
+            several="; deepspeed_plugins={...} gives each its own settings",
+            alone="DeepSpeed's engine is made of both together. Write model, optimizer = accelerator.prepare(model, optimizer), "
+            "before the model is prepared for evaluation; with Transformers' Trainer, call train() before evaluate().",
+        )
         config = self.plugin.deepspeed_config
         if self.engines and optimizers:
             self._check_torch_style()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -23,6 +26,9 @@ from accelerate.strategies.megatron.train_steps import (
 if TYPE_CHECKING:
     from accelerate.strategies.megatron.carried import CarriedModel
 
+_LOG = logging.getLogger(__name__)
+_LARGEST = 700.0
+"""Beyond this loss a perplexity is no float any more."""
 Batch = Mapping[str, Any]
 _STEPS: dict[str, type[Any]] = {"gpt": GPTTrainStep, "bert": BertTrainStep, "t5": T5TrainStep}
 # What a batch is padded with, where ranks share the positions of a sequence.
@@ -98,6 +104,8 @@ class MegatronEngine(torch.nn.Module):
         self._input_names: Mapping[str, str] = getattr(self.args, "input_names", None) or {}
         """Name of an argument of the program's model -> what Megatron's data calls it."""
         self.train_step_handler = self._make_step(accelerator)
+        self._evaluated: deque[torch.Tensor] = deque(maxlen=10_000)
+        """The losses of batches that were evaluated, for `log_eval_results`."""
         self.passes: Any = None
         """How batches go through the module and back; set by the strategy, which knows the device."""
 
@@ -133,6 +141,14 @@ class MegatronEngine(torch.nn.Module):
         with torch.no_grad():
             return self._outputs(batch_data, trains=False)
 
+    def log_eval_results(self) -> None:
+        """Log the mean loss and the perplexity of the batches that were evaluated since the last call."""
+        losses = [loss.item() for loss in self._evaluated]
+        self._evaluated.clear()
+        if losses and current.runtime().rank == current.main_rank():
+            mean = sum(losses) / len(losses)
+            _LOG.info("validation loss: %.6f, perplexity: %.6f", mean, math.exp(min(mean, _LARGEST)))
+
     def _named(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with the names that steps know, from the arguments of the program's model."""
         if args:
@@ -156,6 +172,8 @@ class MegatronEngine(torch.nn.Module):
         step = self.train_step_handler
         step.wants_logits = not trains or bool(self.plugin.return_logits)
         outcome = self.passes.run(step.forward_step, self._parts(self._padded(batch)), trains=trains)
+        if not trains and outcome.loss is not None:
+            self._evaluated.append(outcome.loss)
         outputs = {name: _cut(value, length) for name, value in outcome.report.items() if name.endswith("logits")}
         return self._as_output(outcome.loss, outputs, returns_dict)
 
@@ -222,9 +240,6 @@ class MegatronEngine(torch.nn.Module):
     def get_module_config(self) -> Any:
         """Return the configuration of what Megatron built."""
         return self.configs.transformer
-
-    def log_eval_results(self) -> None:
-        """Do nothing: a program logs what the model returned with `accelerator.log`."""
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
         """Save as the Transformers model does, in its format; all ranks call it."""

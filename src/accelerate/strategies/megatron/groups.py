@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import os
 
+from accelerate._base.imports import has_package, require
+from accelerate.config.plugins.megatron import MegatronLMPlugin
 from accelerate.runtime import current, process_group
 from accelerate.runtime.current import Runtime
-from accelerate.strategies.megatron.configs import Degrees
+from accelerate.strategies.megatron.configs import Degrees, check_options, degrees_of
 from accelerate.strategies.megatron.options import core
 
 _KEY = "groups of Megatron"
 _MAKER, _OF_PARENT = "maker of Megatron's groups", "Megatron's groups of the parent"
+
+
+def check_run(plugin: MegatronLMPlugin, world_size: int) -> None:
+    """Refuse settings that cannot work, before a process is started.
+
+    Raises:
+        ConfigurationError: If a value cannot be, or the processes cannot be shared out as it says.
+        MissingPackageError: If megatron-core is not installed.
+    """
+    if not has_package("megatron.core"):
+        require("megatron.core", why="MegatronLMPlugin", extra="megatron")
+    check_options(plugin)
+    degrees_of(plugin).data_parallel(world_size)
 
 
 def make_groups(degrees: Degrees, runtime: Runtime) -> None:

@@ -44,6 +44,7 @@ class MegatronStrategy(JointStrategy):
 
     name: ClassVar[str] = "megatron"
     engine: ClassVar[str | None] = "megatron"
+    title: ClassVar[str] = "Megatron-LM"
     caps: ClassVar[Capabilities] = Capabilities(holds_back_gradients=True, owns_precision=True)
     placeholders: ClassVar[Mapping[type, str]] = {
         MegatronLMDummyScheduler: "scheduler",
@@ -101,19 +102,13 @@ class MegatronStrategy(JointStrategy):
 
     def check_together(self, models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
         """Refuse what Megatron cannot train, before anything is touched."""
-        for what, several in (("model", models), ("optimizer", optimizers), ("scheduler", schedulers)):
-            if len(several) > 1:
-                names = ", ".join(type(entry).__name__ for entry in several)
-                raise ConfigurationError(
-                    f"prepare() was given {len(several)} {what}s ({names}) under Megatron-LM, whose engine holds one. Call "
-                    "prepare() for each model, with its optimizer and scheduler."
-                )
-        if (optimizers or schedulers) and not models:
-            name = type([*optimizers, *schedulers][0]).__name__
-            raise ConfigurationError(
-                f"prepare() was given {name} without its model, but Megatron-LM replaces the parameters of the model. Write "
-                "model, optimizer = accelerator.prepare(model, optimizer)."
-            )
+        self.check_one_of_each(
+            models,
+            optimizers,
+            schedulers,
+            several="",
+            alone="Megatron-LM replaces the parameters of the model. Write model, optimizer = accelerator.prepare(model, optimizer).",
+        )
         for optimizer in optimizers:
             check_optimizer(optimizer)
         if any(isinstance(entry, MegatronLMDummyScheduler) for entry in schedulers) and not optimizers:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,11 +15,13 @@ from tests.support.training import fresh_accelerator
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accelerate import Accelerator
-from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.errors import ConfigurationError, MissingPackageError, UsageError
 from accelerate._base.imports import is_package_available
 from accelerate.runtime import current
+from accelerate.strategies.megatron.configs import translate
 from accelerate.strategies.megatron.micro_batches import MergedBatches, enlarged
 from accelerate.strategies.megatron.options import core
+from accelerate.strategies.megatron.strategy import check_built
 from accelerate.utils import MegatronLMDummyScheduler, MegatronLMPlugin
 
 pytestmark = [
@@ -77,6 +83,51 @@ def test_what_cannot_be_trained_is_refused_before_a_group_is_made(name: str) -> 
 def test_settings_that_cannot_be_are_refused_before_a_process_is_started(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
+
+
+def test_without_megatron_core_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module = importlib.import_module
+
+    def fail(name: str, *args: Any) -> Any:
+        if name.startswith("megatron"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return import_module(name, *args)
+
+    monkeypatch.setattr("accelerate.strategies.megatron.groups.has_package", lambda name: False)
+    monkeypatch.setattr(importlib, "import_module", fail)
+    with pytest.raises(MissingPackageError, match=r"MegatronLMPlugin needs the package .*accelerate\[megatron\]"):
+        make()
+
+
+def test_evaluated_losses_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make().prepare(make_model("gpt2")).eval()
+    ids = torch.arange(8)[None]
+    loss = engine(input_ids=ids, labels=ids).loss.item()
+    with caplog.at_level(logging.INFO, logger="accelerate.strategies.megatron.engine"):
+        engine.log_eval_results()
+        engine.log_eval_results()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"validation loss: {loss:.6f}, perplexity: {math.exp(loss):.6f}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"use_custom_fsdp": True, "use_distributed_optimizer": True},
+            r"use_custom_fsdp=True\).*use_distributed_optimizer",
+        ),
+        ({"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}, r"num_layers_per_virtual.*num_micro_batches"),
+    ],
+)
+def test_what_comes_back_in_no_format_of_its_own_is_refused(options: dict[str, Any], message: str) -> None:
+    plugin = MegatronLMPlugin(**options)
+    configs = translate(plugin, make_model("llama"), device_type="meta", world_size=2)
+    if "pp_degree" in options:
+        configs = replace(configs, degrees=replace(configs.degrees, virtual_pipeline=2))
+    with pytest.raises(ConfigurationError, match=message):
+        check_built(configs)
 
 
 def test_groups_of_an_optimizer_are_carried_by_name() -> None:
