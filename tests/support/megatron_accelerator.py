@@ -222,6 +222,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "replicas, mean of means": {"calculate_per_token_loss": False},
     "split layers and sequences": {"tp_degree": 2, "sequence_parallelism": True},
     "a pipeline": {"pp_degree": 2, "num_micro_batches": 2},
+    "a pipeline whose words are tied": {"kind": "gpt2", "pp_degree": 2, "num_micro_batches": 2},
 }
 
 
@@ -236,7 +237,7 @@ def group_results() -> list[dict[str, Any]]:
 def _train_groups(folder: str) -> dict[str, Any]:
     with host_as_accelerator():
         return {
-            name: _train_and_resume(prepare("llama", **options), Path(folder) / str(index))
+            name: _train_and_resume(prepare(**options), Path(folder) / str(index))
             for index, (name, options) in enumerate(GROUPS.items())
         }
 
@@ -265,4 +266,5 @@ def _train_and_resume(run: Run, folder: Path) -> dict[str, Any]:
         "shape": tuple(shown.logits.shape[1:]),
         "has loss": (shown.loss is not None, silent.loss is not None),
         "same logits": torch.equal(shown.logits, silent.logits),
+        "names": list(run.engine.carried.full_state_dict(keep=current.runtime().rank == 0)),
     }

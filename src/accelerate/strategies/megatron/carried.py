@@ -42,9 +42,11 @@ class CarriedModel:
     def full_state_dict(self, *, keep: bool) -> dict[str, torch.Tensor]:
         """Return all weights under the names of the program's model; every rank calls it, those that keep none get none."""
         pieces: dict[str, torch.Tensor] = {}
+        # Ranks that hold other layers or experts give theirs to those that keep them.
+        collects = keep or self.configs.degrees.pipeline > 1 or self.configs.degrees.expert > 1
         for layout, tensor in self.weights:
             for name, piece in self.weights.whole(layout, tensor).items():
-                if keep:
+                if collects:
                     # A copy, because a piece that is whole on this rank is the parameter itself.
                     pieces[name] = piece.detach().to("cpu", copy=True)
         pieces = _of_all_stages(pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from accelerate.checkpointing.parts import Part, Prepared
 from accelerate.config.plugins.megatron import MegatronLMPlugin
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
+from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.torch_private import follow_optimizer
 from accelerate.strategies import tools
 from accelerate.strategies.base import Capabilities, EngineRequest, JointStrategy, PreparedTogether, StrategyContext
@@ -55,7 +56,8 @@ class MegatronStrategy(JointStrategy):
         super().__init__(context)
         self.engines: list[Any] = []
         """Those of models, in the order in which they were prepared."""
-        self._is_clipped = False
+        self._clipped: set[int] = set()
+        """The engines, by identity, whose gradients the loop has clipped since their last step."""
 
     @classmethod
     def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
@@ -117,11 +119,11 @@ class MegatronStrategy(JointStrategy):
                 "to one prepare()."
             )
         for model in models:
-            if self.plugin.custom_model_provider_function is None and not hasattr(model, "config"):
+            if not hasattr(model, "config"):
                 raise ConfigurationError(
                     f"{type(model).__name__} was given to prepare() under Megatron-LM, which builds a model of its own from the "
-                    "configuration of a Transformers model, and this has none. Pass a Transformers model, or give the plugin "
-                    "a custom_model_provider_function."
+                    "configuration of a Transformers model, and this has none. Pass a Transformers model, or one with a `config` "
+                    "whose model_type is registered with add_model_config_to_megatron_parser."
                 )
             configs = self._translate(model, (), (), None)
             self.check_experts(configs)
@@ -170,7 +172,8 @@ class MegatronStrategy(JointStrategy):
             from accelerate.strategies.megatron.engine import MegatronEngine, RunView
 
         if not self._is_on_cpu:
-            from accelerate.strategies.megatron.accelerator_passes import seed_generators
+            with quiet_imports():
+                from accelerate.strategies.megatron.accelerator_passes import seed_generators
 
             seed_generators()  # layers draw from them when they are built
         carried = carry(models[0], configs, self.runtime.device, self.plugin)
@@ -267,7 +270,7 @@ class MegatronStrategy(JointStrategy):
         )
         results = [MegatronLMOptimizerWrapper(optimizer) for optimizer in optimizers]
         for result in results:
-            result.before_step = self._clip_at_step
+            result.before_step = partial(self._clip_at_step, engine)
         return results
 
     def _train_by_megatron(self, engine: Any, optimizers: Sequence[Any]) -> list[MegatronLMOptimizerWrapper]:
@@ -295,11 +298,13 @@ class MegatronStrategy(JointStrategy):
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale gradients down by the norm of the whole model; the step that follows then does not clip again."""
         if not self._is_on_cpu:
+            if not GradientState().sync_gradients:
+                return torch.zeros((), device=self.runtime.device)  # a window that is open is clipped when it closes
             norms: list[torch.Tensor] = [
                 engine.optimizer.optimizer.clip_grad_norm(max_norm, norm_type) for engine in self._trained()
             ]
             return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        self._is_clipped = True
+        self._clipped = {id(engine) for engine in self._trained()}
         return self._clip(parameters, max_norm, norm_type)
 
     def _clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -334,13 +339,12 @@ class MegatronStrategy(JointStrategy):
             for engine in self._trained():
                 engine.passes.gradients.scale(factor)
 
-    def _clip_at_step(self) -> None:
+    def _clip_at_step(self, engine: Any) -> None:
         """Clip as the plugin says, unless the loop has clipped these gradients."""
         limit = float(self.plugin.megatron_lm_default_args["clip_grad"] or 0.0)
-        if limit > 0 and not self._is_clipped:
-            for engine in self._trained():
-                self._clip(engine.parameters(), limit, 2.0)
-        self._is_clipped = False
+        if limit > 0 and id(engine) not in self._clipped:
+            self._clip(engine.parameters(), limit, 2.0)
+        self._clipped.discard(id(engine))
 
     # --- state -------------------------------------------------------------------------------------------------------
 

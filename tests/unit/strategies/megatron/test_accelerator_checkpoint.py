@@ -22,6 +22,7 @@ if not is_package_available("megatron.core"):
     pytest.skip("needs megatron-core", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from tests.support.megatron import make_model
 from tests.support.megatron_accelerator import GROUPS, Run, accelerator_host, group_results, plain_losses, prepare
 
 from accelerate.strategies.megatron.accelerator_checkpoint import (
@@ -190,9 +191,11 @@ def test_every_part_of_a_model_is_listed_once(host: list[int]) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", GROUPS)
 def test_two_processes_train_as_one_does(name: str) -> None:
-    expected = plain_losses("llama", "adamw", 4, clip=0.5)
-    for results in group_results():
+    kind = GROUPS[name].get("kind", "llama")
+    expected = plain_losses(kind, "adamw", 4, clip=0.5)
+    for rank, results in enumerate(group_results()):
         found = results[name]
+        assert found["names"] == (list(make_model(kind).state_dict()) if rank == 0 else [])
         for (loss, norm), (plain, plain_norm) in zip(found["steps"], expected, strict=True):
             assert loss == pytest.approx(plain, rel=1e-4)
             assert norm == pytest.approx(plain_norm, rel=1e-3)
