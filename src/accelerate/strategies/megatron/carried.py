@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,16 +123,10 @@ def carry(
         if device.type == "cpu":
             module.to(next(model.parameters()).dtype)
         state: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
-        owners = known.pieces
         for name in known.weights:
             # As replicas do everywhere: all ranks begin with the weights of the first.
             communicator().broadcast(state[name].data)
-
-        def read(piece: str) -> torch.Tensor | None:
-            weight = owners.get(piece)
-            return None if weight is None else weight.to_pieces(state[weight.theirs])[piece]
-
-        cut.load_whole(read)
+        cut.load_whole(partial(known.read, state))
     _follow_parameters(carried)
     return carried
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,7 @@ class PiecesPart(ShardedPart):
             weights.load_parts(state[self.key])
             return
         assert self.carried.map is not None
-        owners = self.carried.map.pieces
-        weights.load_whole(lambda piece: owners[piece].to_pieces(payload[owners[piece].theirs])[piece])
+        weights.load_whole(partial(self.carried.map.read, payload))
 
 
 class PiecesOptimizerPart(ShardedPart):

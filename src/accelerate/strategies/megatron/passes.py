@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accelerate._base.errors import UsageError
 from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.parallel.pipeline_training import KnownGradients
 from accelerate.runtime.gradient_clock import GradientState
@@ -138,7 +139,11 @@ class TorchPasses:
                 for batch in batches:
                     with self._computing():
                         loss, report = _run(step, batch, self.module)
-                    assert loss is not None  # the engine asks for gradients where there are labels
+                    if loss is None:
+                        raise UsageError(
+                            f"A batch without labels came in {len(batches)} parts, whose gradients are computed with their losses. "
+                            "Add 'labels', call model.eval() first, or write MegatronLMPlugin(num_micro_batches=1)."
+                        )
                     is_sum = self._sums() and loss.count is not None
                     (loss.value if is_sum else loss.mean / len(batches)).backward()
                     losses.append(PartLoss(loss.value.detach(), loss.count))

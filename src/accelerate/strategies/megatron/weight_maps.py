@@ -230,6 +230,11 @@ class WeightMap:
     aliases: Mapping[str, str]
     names: tuple[str, ...]
 
+    def read(self, state: Mapping[str, torch.Tensor], piece: str) -> torch.Tensor | None:
+        """Return a piece of the weights in a state dict; None for a piece that is in none of them."""
+        weight = self.pieces.get(piece)
+        return None if weight is None else weight.to_pieces(state[weight.theirs])[piece]
+
 
 def is_known(model: Any) -> bool:
     """Return whether the weights of such a model can be carried without the program saying how."""

@@ -234,6 +234,12 @@ def test_what_megatron_does_not_compute_is_refused() -> None:
         engine(inputs_embeds=torch.ones(1, 2, 32))
 
 
+def test_parts_of_a_batch_need_labels() -> None:
+    engine = make(num_micro_batches=2).prepare(make_model("gpt2"))
+    with pytest.raises(UsageError, match=r"without labels came in 2 parts.*num_micro_batches=1"):
+        engine(input_ids=torch.ones(2, 4, dtype=torch.long))
+
+
 def test_the_programs_model_asks_the_engine() -> None:
     model = make_model("gpt2")
     accelerator = make()
