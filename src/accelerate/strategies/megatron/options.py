@@ -245,9 +245,11 @@ def quiet_imports() -> Iterator[None]:
     trusted = torch.serialization.get_safe_globals()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(trusted)
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(trusted)
 
 
 def fields_of(kind: type[Any]) -> set[str]:
