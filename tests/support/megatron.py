@@ -56,6 +56,17 @@ def make_model(kind: str, dropout: float = 0.0) -> Any:
     return heads[kind](config)
 
 
+def draw(kind: str, config: str, **sizes: Any) -> Any:
+    """Return a model with weights that are large enough for attention to choose."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.normal_(std=0.3)
+    return model
+
+
 def make_rows(kind: str, count: int = 16) -> list[dict[str, torch.Tensor]]:
     """Return the same samples for the same kind."""
     generator = torch.Generator().manual_seed(3)

@@ -114,9 +114,7 @@ class PiecesOptimizerPart(ShardedPart):
             layout = layouts[id(parameter)]
             for field, value in entry.items():
                 is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                pieces = (
-                    weights.spread(layout, value, parameter) if is_like else dict.fromkeys(layout.piece_names, value)
-                )
+                pieces = weights.spread(layout, value) if is_like else dict.fromkeys(layout.piece_names, value)
                 for name, piece in pieces.items():
                     state.setdefault(name, {})[field] = piece
         return {"state": state, "param_groups": self._groups(layouts)}
@@ -162,7 +160,7 @@ class PiecesOptimizerPart(ShardedPart):
         state: dict[str, dict[str, Any]] = {}
         for parameter in parameters:
             layout = layouts[id(parameter)]
-            blank = weights.spread(layout, torch.zeros_like(parameter), parameter)
+            blank = weights.spread(layout, torch.zeros_like(parameter))
             for name, piece in blank.items():
                 saved = shapes["state"].get(name, {})
                 state[name] = {field: _room(shape, piece) for field, shape in saved.items()}

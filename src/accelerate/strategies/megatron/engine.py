@@ -103,6 +103,8 @@ class MegatronEngine(torch.nn.Module):
         )
         self._input_names: Mapping[str, str] = getattr(self.args, "input_names", None) or {}
         """Name of an argument of the program's model -> what Megatron's data calls it."""
+        taken = inspect.signature(type(model.shell).forward).parameters
+        self._argument_names = [name for name in taken if name != "self"]
         self.train_step_handler = self._make_step(accelerator)
         self._evaluated: deque[torch.Tensor] = deque(maxlen=10_000)
         """The losses of batches that were evaluated, for `log_eval_results`."""
@@ -152,10 +154,7 @@ class MegatronEngine(torch.nn.Module):
     def _named(self, args: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with the names that steps know, from the arguments of the program's model."""
         if args:
-            names = [
-                name for name in inspect.signature(type(self.unwrapped_model).forward).parameters if name != "self"
-            ]
-            batch = {**dict(zip(names, args, strict=False)), **batch}
+            batch = {**dict(zip(self._argument_names, args, strict=False)), **batch}
         return {self._input_names.get(name, name): value for name, value in batch.items()}
 
     def get_batch_data_iterator(self, batch_data: Batch) -> Iterator[dict[str, Any]]:

@@ -127,7 +127,23 @@ class _BuiltInStep(AbstractTrainStep):
         return found
 
 
-class GPTTrainStep(_BuiltInStep):
+class _WordsStep(_BuiltInStep):
+    """What the steps share whose loss is that of the words they say."""
+
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the function that sums the losses of words that count."""
+        given = self.replaced(accelerator, "custom_loss_function")
+        if given is not None:
+            return given
+
+        def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
+            total, count = summed_loss(loss_mask, output_tensor)
+            return total, count, {"lm loss": (total.detach(), count)}
+
+        return loss_func
+
+
+class GPTTrainStep(_WordsStep):
     """Train a decoder to say the next word."""
 
     output_class = "CausalLMOutputWithCrossAttentions"
@@ -182,7 +198,10 @@ class GPTTrainStep(_BuiltInStep):
         """Return the function that runs the model on a batch."""
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any]]:
-            tokens, labels, loss_mask, attention_mask, position_ids = own_positions(self.get_batch(data_iterator))
+            batch = self.get_batch(data_iterator)
+            if getattr(self.args, "context_parallel_size", 1) > 1:
+                batch = own_positions(batch)
+            tokens, labels, loss_mask, attention_mask, position_ids = batch
             inner = inner_model(model)
             if not inner.post_process or (labels is not None and not self.wants_logits):
                 output = model(tokens, position_ids, attention_mask, labels=labels)
@@ -192,25 +211,10 @@ class GPTTrainStep(_BuiltInStep):
 
         return forward_step
 
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the function that sums the losses of words that count."""
-        given = self.replaced(accelerator, "custom_loss_function")
-        if given is not None:
-            return given
-
-        def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
-            total, count = summed_loss(loss_mask, output_tensor)
-            return total, count, {"lm loss": (total.detach(), count)}
-
-        return loss_func
-
 
 def own_positions(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return this rank's part of each sequence, where ranks share them: one from the front and one from the back."""
+    """Return this rank's part of each sequence that ranks share: one from the front and one from the back."""
     tokens, labels, loss_mask, attention_mask, position_ids = batch
-    state = require("megatron.core.parallel_state", why=_WHY, extra="megatron")
-    if state.get_context_parallel_world_size() == 1:
-        return batch
     if attention_mask is not None:
         raise UsageError(
             "attention_mask hides words of a batch whose sequences are split (context_parallel_size), which Megatron cannot hide "
@@ -396,7 +400,7 @@ def _bert_logits(
     return *found, {**report, **every}
 
 
-class T5TrainStep(_BuiltInStep):
+class T5TrainStep(_WordsStep):
     """Train an encoder and a decoder to say the target."""
 
     output_class = "Seq2SeqLMOutput"
@@ -483,15 +487,3 @@ class T5TrainStep(_BuiltInStep):
             return logits, partial(_with_logits, inner_model(model), labels, loss_of)
 
         return forward_step
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the function that sums the losses of words that count."""
-        given = self.replaced(accelerator, "custom_loss_function")
-        if given is not None:
-            return given
-
-        def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
-            total, count = summed_loss(loss_mask, output_tensor)
-            return total, count, {"lm loss": (total.detach(), count)}
-
-        return loss_func

@@ -216,12 +216,11 @@ class CutWeights:
         for name, tensor in named_weights(self.model):
             yield self.layouts[name], tensor
 
-    def spread(self, layout: Layout, tensor: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    def spread(self, layout: Layout, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the pieces of a tensor that lies as its parameter does, each spread over the ranks.
 
         Args:
             tensor: The parameter, or a state of it with its shape.
-            like: The parameter.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -248,14 +247,14 @@ class CutWeights:
         """Return all pieces of this rank's parameters."""
         found: dict[str, torch.Tensor] = {}
         for layout, parameter in self:
-            found |= self.spread(layout, parameter, parameter)
+            found |= self.spread(layout, parameter)
         return found
 
     def whole(self, layout: Layout, parameter: torch.Tensor) -> Pieces:
         """Return the whole pieces of a parameter; all ranks of the group call it."""
         from accelerate.strategies.tools import full
 
-        return {name: full(piece) for name, piece in self.spread(layout, parameter, parameter).items()}
+        return {name: full(piece) for name, piece in self.spread(layout, parameter).items()}
 
     @torch.no_grad()
     def load_whole(self, read: Callable[[str], torch.Tensor | None]) -> None:

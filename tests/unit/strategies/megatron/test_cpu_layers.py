@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.megatron import draw
 from tests.support.training import assert_near, fresh_accelerator
 
 from accelerate._base.imports import is_package_available
@@ -24,17 +25,6 @@ pytestmark = [
 WORDS, LENGTH, HEADS, HEAD = 21, 6, 4, 4
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": HEADS}
 POSITIONS = {"vocab_size": WORDS, "max_position_embeddings": 16}
-
-
-def draw(kind: str, config: str, **sizes: Any) -> Any:
-    """Return a model with weights that are large enough for attention to choose."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
-        with torch.no_grad():
-            for tensor in model.parameters():
-                tensor.normal_(std=0.3)
-    return model
 
 
 def gpt2(dropout: float = 0.0) -> Any:

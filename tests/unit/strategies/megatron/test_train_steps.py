@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.processes import close_process_group
+from tests.support.megatron import draw
 from tests.support.training import assert_near, fresh_accelerator
 
 from accelerate._base.errors import ConfigurationError, UsageError
@@ -29,7 +26,7 @@ from accelerate.utils import MegatronLMPlugin
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(not is_package_available("megatron.core"), reason="needs megatron-core")
-alone = pytest.mark.usefixtures("group_of_one")
+alone = pytest.mark.usefixtures("alone")
 
 WORDS, ROWS, LENGTH = 21, 2, 6
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -37,44 +34,24 @@ POSITIONS = {"vocab_size": WORDS, "max_position_embeddings": 16}
 IDS = torch.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) * 5 % WORDS
 
 
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    """Take back what Megatron leaves: variables, and a group of this process; it warns of calls of its own."""
-    with patch.dict(os.environ), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module="megatron")
-        yield
-    close_process_group()
-
-
-def draw(kind: str, config: str, **sizes: Any) -> Any:
-    """Return a model with weights that are large enough for attention to choose, and without dropout."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
-        with torch.no_grad():
-            for tensor in model.parameters():
-                tensor.normal_(std=0.3)
-    return model.eval()
-
-
 def gpt2() -> Any:
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": WORDS, "n_positions": 16}
     drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    return draw("GPT2LMHeadModel", "GPT2Config", **sizes, **drops, bos_token_id=1, eos_token_id=2)
+    return draw("GPT2LMHeadModel", "GPT2Config", **sizes, **drops, bos_token_id=1, eos_token_id=2).eval()
 
 
 def llama() -> Any:
-    return draw("LlamaForCausalLM", "LlamaConfig", **SIZES, **POSITIONS, num_key_value_heads=2)
+    return draw("LlamaForCausalLM", "LlamaConfig", **SIZES, **POSITIONS, num_key_value_heads=2).eval()
 
 
 def bert(head: str = "PreTraining", **changes: Any) -> Any:
     drops = dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0)
-    return draw(f"MegatronBertFor{head}", "MegatronBertConfig", **SIZES, **POSITIONS, **drops, **changes)
+    return draw(f"MegatronBertFor{head}", "MegatronBertConfig", **SIZES, **POSITIONS, **drops, **changes).eval()
 
 
 def t5() -> Any:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
-    return draw("T5ForConditionalGeneration", "T5Config", **sizes, dropout_rate=0.0, decoder_start_token_id=1)
+    return draw("T5ForConditionalGeneration", "T5Config", **sizes, dropout_rate=0.0, decoder_start_token_id=1).eval()
 
 
 def prepare(model: Any, **options: Any) -> Any:
