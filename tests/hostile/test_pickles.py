@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import reset_warnings
 from accelerate.checkpointing.sharded import ShardFolder, merge_fsdp_weights, without_warnings_of_torch
+from accelerate.checkpointing.torch_files import load
 from accelerate.utils import ProjectConfiguration
 
 ALLOW_PICKLE = "ACCELERATE_ALLOW_PICKLE"
@@ -98,7 +99,7 @@ class TestEveryFile:
         accelerator.save_state(folder, safe_serialization=False)
         assert (folder / name).is_file()
         (folder / "manifest.json").unlink()  # a checkpoint from elsewhere: whoever wrote it also wrote its checksums
-        content = torch.load(folder / name, weights_only=False)
+        content = load(folder / name, weights_only=False)
         torch.save({**content, "evil": Malicious(target)}, folder / name)
         if name == "random_states_0.pkl":  # another library's generators are no reason to refuse all the rest
             accelerator.load_state(folder)
@@ -115,7 +116,7 @@ class TestEveryFile:
         accelerator, _ = make_run()
         accelerator.save_state(tmp_path / "state")
         (tmp_path / "state" / "manifest.json").unlink()
-        content = torch.load(tmp_path / "state" / name, weights_only=False)
+        content = load(tmp_path / "state" / name, weights_only=False)
         for number, way in enumerate(("argument", "variable")):
             target = tmp_path / way
             torch.save({**content, "evil": Malicious(target)}, tmp_path / "state" / name)
