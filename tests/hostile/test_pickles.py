@@ -8,6 +8,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import reset_warnings
+from accelerate.checkpointing.parts import LoadOptions
 from accelerate.checkpointing.sharded import ShardFolder, merge_fsdp_weights, without_warnings_of_torch
 from accelerate.checkpointing.torch_files import load
+from accelerate.strategies.deepspeed.checkpoint import EnginePart
 from accelerate.utils import ProjectConfiguration
 
 ALLOW_PICKLE = "ACCELERATE_ALLOW_PICKLE"
@@ -320,3 +323,30 @@ class TestShards:
         (folder / ".metadata").write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"\.metadata"):
             ShardFolder(folder).metadata()
+
+
+class TestDeepSpeed:
+    """The files of an engine, read before the engine sees them."""
+
+    def part(self, folder: Path, tag: str, states: dict[str, Any]) -> EnginePart:
+        own = folder / "pytorch_model"
+        own.mkdir()
+        (own / "latest").write_text(tag)
+        (own / "step1").mkdir()
+        torch.save(states, own / "step1" / "mp_rank_00_model_states.pt")
+        return EnginePart(SimpleNamespace(zero_optimization_stage=lambda: 0, seq_dp_world_size=1))
+
+    def test_a_file_with_code_is_refused_and_read_on_request(self, tmp_path: Path) -> None:
+        target = tmp_path / "made by a pickle"
+        part = self.part(tmp_path, "step1", {"ds_config": {}, "evil": Malicious(target)})
+        with pytest.raises(CheckpointError, match=r"model_states\.pt' is not read.*mkdir"):
+            part.read(tmp_path, LoadOptions())
+        assert not target.exists()
+        part.read(tmp_path, LoadOptions(load_kwargs={"weights_only": False}))
+        assert target.is_dir()
+
+    @pytest.mark.parametrize("tag", ["../elsewhere", "/etc", "..", "", "step1/../../elsewhere"])
+    def test_the_latest_files_are_beside_the_name_of_them(self, tmp_path: Path, tag: str) -> None:
+        part = self.part(tmp_path, tag, {"ds_config": {}})
+        with pytest.raises(CheckpointError, match="latest' names"):
+            part.read(tmp_path, LoadOptions())

@@ -132,7 +132,7 @@ class EnginePart:
                 "as it was saved, or load the weights alone with load_checkpoint_in_model before prepare()."
             )
         tag = latest.read_text(encoding="utf-8").strip()
-        if Path(tag).name != tag or tag == "..":
+        if Path(tag).name != tag or tag in ("", ".."):
             raise CheckpointError(
                 f"{str(latest)!r} names {tag!r}, which is not the name of a folder beside it, so it is broken. Use another "
                 "checkpoint."
