@@ -29,7 +29,7 @@ export NO_MKDOCS_2_WARNING := 1
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Tests that start groups of processes run after the others: those of one file one at a time, two files beside each other.
-GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/examples tests/faults)
+GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/toy_device tests/clients tests/examples tests/faults)
 # Hundreds of programs are started: each would compile the package again where no bytecode is kept.
 TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.enums import DistributedType
@@ -70,12 +69,11 @@ class DeviceBackend:
         return False
 
     @property
-    def module(self) -> ModuleType | None:
-        """Return `torch.<type>`, or None where torch has no such module."""
+    def module(self) -> Any:
+        """Return `torch.<type>`, or None where torch has none; a vendor may register any object there, not only a module."""
         import torch
 
-        module = getattr(torch, self.type, None)
-        return module if isinstance(module, ModuleType) else None
+        return getattr(torch, self.type, None)
 
     def is_available(self) -> bool:
         """Return whether a device of this type can be used now."""
@@ -201,10 +199,11 @@ class DeviceBackend:
         """Return whether autocast to `dtype` ("float16" or "bfloat16") works on this hardware."""
         if dtype in self.autocast_dtypes:
             return True
-        if dtype == "bfloat16":
-            check = getattr(self.module, "is_bf16_supported", None)
-            return bool(check()) if check is not None else False
-        return False
+        if dtype == "bfloat16" and (check := getattr(self.module, "is_bf16_supported", None)):
+            return bool(check())
+        # What torch's own autocast asks of a device type that was registered from outside.
+        listing = getattr(self.module, "get_amp_supported_dtype", None)
+        return listing is not None and dtype in {str(known).removeprefix("torch.") for known in listing()}
 
     def instead_of_fp8(self) -> str | None:
         """Return the number format for devices of this type that do not compute in 8-bit floats; None if they do."""
@@ -215,5 +214,8 @@ class DeviceBackend:
         return [device.index] if self.needs_device_ids and device.index is not None else None
 
     def barrier_device_ids(self, device: torch.device) -> list[int] | None:
-        """Return the `device_ids` argument of `torch.distributed.barrier`, which only some group backends take."""
-        return [device.index] if self.group_backend == "nccl" and device.index is not None else None
+        """Return the `device_ids` argument of `torch.distributed.barrier` for a group that reaches this hardware.
+
+        Without it torch takes the current device, and warns that this may be another one.
+        """
+        return self.ddp_device_ids(device)
