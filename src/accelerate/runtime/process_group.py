@@ -97,7 +97,7 @@ def leave(group: dist.ProcessGroup | None = None) -> None:
 
 def reachable_devices(group: dist.ProcessGroup | None = None) -> set[str]:
     """Return the types of the devices whose tensors the default group, or this one, exchanges."""
-    # "cpu:gloo,DEVICE:BACKEND"
+    # Such as "cpu:gloo,DEVICE:BACKEND" for a group over two kinds of devices.
     return {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
 
 

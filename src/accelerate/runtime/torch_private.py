@@ -358,6 +358,15 @@ def gpipe_schedule(stage: PipelineStage, num_microbatches: int, **options: Any) 
     return schedule
 
 
+def keeps_identity(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether `Module.to` moves a parameter to a device in place; for tensors of another kind it makes a new one.
+
+    torch 2.9 to 2.13 let a parameter take over tensors of the CPU and of the devices in its own source, and give no
+    public way to ask.
+    """
+    return bool(torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, device=device)))
+
+
 def eager_only(function: Callable[P, R]) -> Callable[P, R]:
     """Keep torch.compile out of a function, for instance one that changes the parameters of a module.
 

@@ -35,6 +35,7 @@ from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.samplers import data_shard
+from accelerate.offload.tensors import move_module
 from accelerate.parallel.compile import compile_module, compile_regions
 from accelerate.parallel.mesh import GradientShare, axis_rank, gradient_share
 from accelerate.parallel.unwrap import (
@@ -252,7 +253,7 @@ class Strategy:
         """Move a model to the device of this process; a quantised one stays where it was loaded."""
         if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
             return model
-        return model.to(self.runtime.device)
+        return move_module(model, self.runtime.device)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Put the engine's wrapper around a model."""

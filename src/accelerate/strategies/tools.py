@@ -26,7 +26,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor; every rank that holds a part of it calls this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Parts that wait in host memory travel from the device: its group need not reach the CPU.
+    kind = tensor.device_mesh.device_type
+    return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()
 
 
 def split_like(tensor: torch.Tensor, pattern: torch.Tensor | None, axes: Sequence[str] | None = None) -> torch.Tensor:

@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10")
 
 @functools.cache
 def build() -> Path:
-    """Return the folder with the package, which holds for this torch, this compiler and this source."""
+    """Return the folder with the package, which holds for this source, this torch and this compiler."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise RuntimeError(
@@ -39,14 +39,7 @@ def build() -> Path:
             "too), or set CXX."
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    facts = (
-        SOURCE.read_text(),
-        PACKAGE.read_text(),
-        Path(__file__).read_text(),
-        torch.__version__,
-        version,
-        sys.version,
-    )
+    facts = (SOURCE.read_text(), PACKAGE.read_text(), *_flags(), torch.__version__, version, sys.version)
     folder = BUILDS / hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
     if folder.is_dir():
         return folder
@@ -61,6 +54,13 @@ def build() -> Path:
     return folder
 
 
+def _flags() -> list[str]:
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w"]
+    flags += [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+    flags += [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    return [*flags, *(f"-l{name}" for name in LIBRARIES)]
+
+
 def _make_package(compiler: str, folder: Path) -> None:
     """Put the compiled library, the package and its entry point, by which torch loads it, into a folder."""
     info = folder / "torch_toy-1.0.dist-info"
@@ -68,10 +68,7 @@ def _make_package(compiler: str, folder: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-toy\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntoy = torch_toy:register\n")
     shutil.copy(PACKAGE, folder)
-    command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(folder / "_toy.so")]
-    command += [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
-    command += [flag for path in library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    command += [f"-l{name}" for name in LIBRARIES]
+    command = [compiler, str(SOURCE), "-o", str(folder / "_toy.so"), *_flags()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"The toy device does not compile:\n{done.stderr[-6000:]}")

@@ -658,6 +658,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("record_stream", &record_stream);
   library.impl("native_batch_norm", &batch_norm);
+  // torch would put these together from others: with other rounding, or with a warning.
+  for (const char* name : {"mse_loss", "native_layer_norm", "native_layer_norm_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   library.impl("convolution_overrideable", &convolution);
   library.impl("convolution_backward_overrideable", &convolution_backward);
 }

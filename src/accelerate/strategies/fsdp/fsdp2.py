@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.helpers import warn_once
+from accelerate.offload.tensors import move_module
 from accelerate.parallel.mesh import build_mesh, has_axis, submesh
 from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
 from accelerate.strategies.base import Step
@@ -89,6 +90,7 @@ class FSDP2Strategy(FSDPStrategy):
             if not unit and len(units) > 1 and reshard:
                 reshard = None  # torch then keeps what is left of the model: backward needs it at once
             ignored = self._ignored_parameters(model)
+            self.place_unit(module)
             fully_shard(module, reshard_after_forward=reshard, ignored_params=ignored or None, **options)
             if weights is not None:
                 weights.send(pending)
@@ -99,7 +101,7 @@ class FSDP2Strategy(FSDPStrategy):
         modules = ignored_modules(self.plugin, model)
         for module in modules:
             if not any(parameter.is_meta for parameter in module.parameters()):
-                module.to(self.runtime.device)
+                move_module(module, self.runtime.device)
         found = {parameter for module in modules for parameter in module.parameters()}
         if any(parameter.requires_grad for parameter in found):
             warn_once(
