@@ -35,6 +35,7 @@ class DeviceBackend:
         needs_device_ids: Whether `DistributedDataParallel` wants the device index.
         process_variables: Environment variables that a process must have before it uses this hardware.
         records_operations: Whether operations are recorded, and compiled and run at the end of a step (`end_step`).
+        splits_attention: Whether torch's own context parallelism has attention kernels for this hardware.
         can_fork: Whether a forked process may use this hardware.
         device_files: Patterns of device files below the root, one file each; the first pattern with a hit counts.
         listing_command: A program that lists them, one line each, for machines that have no device files (WSL).
@@ -51,6 +52,7 @@ class DeviceBackend:
     needs_device_ids: bool = True
     process_variables: tuple[tuple[str, str], ...] = ()
     records_operations: bool = False
+    splits_attention: bool = False
     can_fork: bool = True
     device_files: tuple[str, ...] = ()
     listing_command: tuple[str, ...] = ()
