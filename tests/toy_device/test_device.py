@@ -221,6 +221,19 @@ def test_a_program_has_the_device_without_knowing_of_it() -> None:
     assert run.stdout.split() == ["toy", "2"]
 
 
+@on_toy()
+def computes_a_gradient() -> None:
+    weight = torch.ones(2, device="toy:1", requires_grad=True)
+    (3 * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_what_the_test_process_did_before_does_not_matter() -> None:
+    torch.ones(1, requires_grad=True).sum().backward()  # torch counts the devices of a process here
+    computes_a_gradient()
+
+
 def test_the_test_process_does_not_have_it() -> None:
     build()
     assert torch.accelerator.current_accelerator() is None

@@ -1,7 +1,7 @@
 """Build the device "toy" from its source once, give it to processes, and run tests on it.
 
-A process cannot forget a device type that torch has learned, so no test process loads it: bodies of tests run in forked
-processes that load it (`on_toy`), and programs get it by `environment`.
+A process cannot forget a device type that torch has learned, so no test process loads it: bodies of tests run in
+processes of their own that load it (`on_toy`), and programs get it by `environment`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,9 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 def on_toy(*, processes: int = 1, devices: int = 2, memory: int | None = None) -> Callable[[Any], Any]:
     """Run the body of a test in processes of their own that have the device.
 
+    They are not forked from the test process: torch counts the devices at the first backward pass of a process, and a
+    process that was forked after one finds no place for those that it learns of.
+
     Args:
         processes: How many, each of which runs the body as one rank of a group that it can make.
         devices: How many devices each of them sees.
@@ -98,15 +103,21 @@ def on_toy(*, processes: int = 1, devices: int = 2, memory: int | None = None) -
     variables = {"TOY_DEVICE_COUNT": str(devices), **({} if memory is None else {"TOY_DEVICE_MEMORY": str(memory)})}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        def body(arguments: dict[str, Any]) -> None:
-            load()
-            function(**arguments)
-
         @functools.wraps(function)
         def test(**arguments: Any) -> None:
             build()
-            run_group(body, processes, arguments, env=variables, timeout=120)
+            given = (function.__module__, function.__name__, arguments, list(warnings.filters))
+            run_group(_run_body, processes, *given, env=variables, timeout=120, start_method="forkserver")
 
         return test
 
     return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any], filters: list[Any]) -> None:
+    """Run the body of a test under the warning filters of its test process."""
+    load()
+    function = getattr(importlib.import_module(module), name).__wrapped__
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)
+    function(**arguments)
