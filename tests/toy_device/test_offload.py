@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from accelerate import (
     Accelerator,
+    PartialState,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -23,8 +25,9 @@ from accelerate import (
     init_empty_weights,
     init_on_device,
     load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
 )
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.hooks.offloaded import get_state_dict_offloaded_model
 from accelerate.utils import get_balanced_memory, get_max_memory, release_memory
 
@@ -271,3 +274,88 @@ def test_a_dispatched_model_is_saved_whole(tmp_path: Path) -> None:
     assert_same(again, device="toy:0")
     copied = copy.deepcopy(again)
     assert_same(copied, device="toy:0")
+
+
+class Breaks(ModelHook):
+    """Fail in the middle of a pass, once."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            torch.empty(2**40, device="toy:0")
+        return args, kwargs
+
+
+@on_toy()
+def test_a_pass_that_runs_out_of_memory_leaves_nothing_and_the_next_one_runs(tmp_path: Path) -> None:
+    model = load_checkpoint_and_dispatch(
+        empty(), checkpoint(tmp_path), {"": "disk"}, offload_folder=tmp_path / "o", offload_memory=2 * BLOCK
+    )
+    dispatched = dispatch_model(made(), {"embed": 0, "head": 0, "blocks": "cpu"}, offload_memory=2 * BLOCK)
+    held = torch.accelerator.memory_allocated()
+    add_hook_to_module(dispatched.blocks[4].down, Breaks(), append=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(dispatched)
+    assert_same(dispatched)
+    assert_same(model)
+    remove_hook_from_submodules(dispatched)
+    del model, dispatched
+    release_memory()
+    assert held > 0
+    assert torch.accelerator.memory_allocated() == 0
+
+
+@on_toy()
+def test_threads_that_call_one_model_get_their_numbers(tmp_path: Path) -> None:
+    places: dict[str, Any] = {"embed": 0, "head": 0, "blocks": "disk"}
+    model = load_checkpoint_and_dispatch(
+        empty(), checkpoint(tmp_path), places, offload_folder=tmp_path / "o", offload_memory=3 * BLOCK
+    )
+    expected, wrong = run(made()), list[object]()
+
+    def work() -> None:
+        try:
+            for _ in range(4):
+                assert torch.equal(run(model), expected)
+        except BaseException as failure:
+            wrong.append(failure)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@on_toy()
+def test_weights_are_loaded_in_another_format(file: str, tmp_path: Path) -> None:
+    state = {name: value for name, value in made().state_dict().items() if name != "head.weight"}
+    torch.save(state, tmp_path / file) if file.endswith(".bin") else save_file(state, tmp_path / file)
+    places: dict[str, Any] = {"embed": 0, "head": 0, "blocks": 1} | {"blocks.1": "cpu", "blocks.2": "disk"}
+    expected = run(made().to(torch.bfloat16))
+    model = load_checkpoint_and_dispatch(empty(), tmp_path, places, offload_folder=tmp_path / "o", dtype=torch.bfloat16)
+    found = run(model)
+    assert (model.blocks[3].up.weight.device, model.blocks[3].up.weight.dtype) == (
+        torch.device("toy:1"),
+        torch.bfloat16,
+    )
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+@on_toy(processes=2)
+def test_one_rank_reads_a_checkpoint_for_all(tmp_path: Path) -> None:
+    state = PartialState()
+    if state.is_main_process:
+        checkpoint(tmp_path)
+    state.wait_for_everyone()
+    model = empty()
+    load_checkpoint_in_model(model, tmp_path, {"": state.device}, broadcast_from_rank0=True)
+    assert {parameter.device for parameter in model.blocks.parameters()} == {state.device}
+    expected = made().state_dict()
+    for name, value in model.state_dict().items():
+        assert name not in expected or torch.equal(value.cpu(), expected[name])
