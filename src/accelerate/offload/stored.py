@@ -17,6 +17,7 @@ import torch
 
 from accelerate._base import pages
 from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.untrusted import check_regular
 from accelerate.devices import registry
 from accelerate.devices.copy_lane import Arrival, CopyLane
 from accelerate.offload.places import HOST, META
@@ -44,12 +45,13 @@ class MappedFile:
     process.
 
     Raises:
-        ConfigurationError: If the file is not there.
+        ConfigurationError: If the file is not there, or is a pipe or a device.
     """
 
     def __init__(self, path: FilePath) -> None:
         self.path = Path(path)
         try:
+            check_regular(self.path)
             with self.path.open("rb") as file:
                 self._identity = _identity(os.fstat(file.fileno()))
                 self.size = self._identity[1]
