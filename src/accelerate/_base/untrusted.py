@@ -6,7 +6,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -17,6 +17,7 @@ MOST_BYTES = 100_000_000
 _MOST_SHOWN = 200
 _LARGEST = 2**63 - 1
 _MOST_AXES = 64
+_MOST_LEVELS = 100
 
 
 def path_inside(folder: Path, name: object, origin: str) -> Path:
@@ -102,9 +103,36 @@ def parse_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] 
         raise ValueError("it is nested too deeply") from error
 
 
+def check_nesting(value: Any) -> None:
+    """Refuse a value with so many lists and dictionaries in each other that functions which call themselves give up.
+
+    Raises:
+        ValueError: If it is nested too deeply.
+    """
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [entry for group in level for entry in _entries(group)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def is_whole(value: object, least: int = 0, most: int = _LARGEST) -> bool:
     """Return whether a value of a file is a whole number in a range; true and false are none."""
     return type(value) is int and least <= value <= most
+
+
+def number_in(text: str, most: int = 10**9) -> int | None:
+    """Return the number that a text of digits stands for; None for another text, or for more than there can be."""
+    text = text.lstrip("0") or text[:1]
+    if not text.isdecimal() or len(text) > len(str(most)):  # Python itself refuses to read some thousand digits
+        return None
+    number = int(text)
+    return number if number <= most else None
 
 
 def is_shape(value: object) -> bool:

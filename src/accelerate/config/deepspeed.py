@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import check_nesting, first_line, parse_json
 from accelerate.config.deepspeed_rules import (
     ACCUMULATION,
     AUTO,
@@ -99,8 +101,12 @@ def read(given: Any) -> tuple[dict[str, Any], str]:
         return _parse(Path(text).read_text(encoding="utf-8"), given), text
     except IsADirectoryError as error:
         raise unreadable(given, "it is a folder", "Write the path of a JSON file in it") from error
+    except ConfigurationError:
+        raise
     except UnicodeDecodeError as error:
         raise unreadable(given, "the file holds no text", "Write the path of a JSON file") from error
+    except ValueError as error:  # a path with a zero in it
+        raise unreadable(given, f"it is no path ({error})", "Write the path of a JSON file") from error
     except OSError as error:
         decoded = _from_base64(text)
         if decoded is None:
@@ -119,17 +125,21 @@ def _from_base64(text: str) -> str | None:
 
 def _parse(text: str, given: Any) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        double = next((name for name in names if names.count(name) > 1), None)
+        names = Counter(name for name, _ in pairs)
+        double = next((name for name, count in names.items() if count > 1), None)
         if double is not None:
             raise unreadable(given, f"the entry {double!r} stands in it twice", "Remove one of the two")
         return dict(pairs)
 
     try:
-        config = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        reason = f"it is no JSON, in line {error.lineno}, column {error.colno}: {error.msg}"
-        raise unreadable(given, reason, "Correct it there") from error
+        config = parse_json(text, unique)
+        check_nesting(config)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        place = f", in line {error.lineno}, column {error.colno}" if isinstance(error, JSONDecodeError) else ""
+        problem = error.msg if isinstance(error, JSONDecodeError) else first_line(error)
+        raise unreadable(given, f"it is no JSON{place}: {problem}", "Correct it there") from error
     if not isinstance(config, dict):
         raise unreadable(
             given, f"it holds a {type(config).__name__}", 'Write an object, such as {"zero_optimization": {}}'

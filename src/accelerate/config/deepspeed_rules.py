@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import shown
 
 AUTO = "auto"
 TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -27,7 +28,7 @@ def look_up(config: Any, name: str, default: Any = None) -> Any:
 
 def unreadable(given: Any, reason: str, remedy: str) -> ConfigurationError:
     """Return the error for something that holds no configuration."""
-    return ConfigurationError(f"{given!r} is not a configuration of DeepSpeed: {reason}. {remedy}.")
+    return ConfigurationError(f"{shown(given)} is not a configuration of DeepSpeed: {reason}. {remedy}.")
 
 
 _TRUE = {"1", "on", "t", "true", "y", "yes"}
@@ -94,7 +95,7 @@ def _is_number(value: Any) -> bool:
 def _reads_as_number(value: Any) -> bool:
     try:
         return not isinstance(value, bool) and _is_number(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

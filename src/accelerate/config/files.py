@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import check_nesting, first_line, parse_json, shown
 from accelerate.config import env
 from accelerate.config.sections.registry import SECTIONS, LaunchOption, options
 
@@ -43,6 +43,10 @@ _GONE = {
 _GONE_IN = {"mpirun_config": {"mpirun_ccl": "oneCCL is part of torch's own backends now"}}
 # Compilers that no release of torch has any more.
 _GONE_COMPILERS = ("ipex", "nvfuser", "aot_nvfuser")
+# A file of options has some hundred bytes; a long one would take minutes to parse.
+_MOST_CHARACTERS = 1_000_000
+# With what its aliases repeat.
+_MOST_NODES = 100_000
 _RENAMED_TYPES = {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU"}
 
 
@@ -147,11 +151,11 @@ def _migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     # The backend of torch.compile went into a section.
     backend = current.pop("dynamo_backend", None)
     if backend not in (None, False) and str(backend).upper() != "NO":
-        current.setdefault("dynamo_config", {}).setdefault("dynamo_backend", backend)
+        _set_default(current, "dynamo_config", "dynamo_backend", backend)
     # Tensor parallelism was a kind of run, and became an axis.
     section = current.pop("tp_config", None)
     if isinstance(section, dict) and "tp_size" in section:
-        current.setdefault("parallelism_config", {}).setdefault("parallelism_config_tp_size", section["tp_size"])
+        _set_default(current, "parallelism_config", "parallelism_config_tp_size", section["tp_size"])
     # A file that keeps weights from the other processes is from before one process could read them for all.
     section = current.get("fsdp_config")
     if isinstance(section, dict) and section.get("fsdp_sync_module_states") is False:
@@ -166,6 +170,12 @@ def _migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         if isinstance(values, dict):
             notes += [_gone(f"{name}.{key}", why) for key, why in keys.items() if values.pop(key, None) is not None]
     return current, tuple(notes)
+
+
+def _set_default(data: dict[str, Any], section: str, key: str, value: Any) -> None:
+    entries = data.setdefault(section, {})
+    if isinstance(entries, dict):  # what is none is told where it is read
+        entries.setdefault(key, value)
 
 
 def _drop_gone_compiler(data: dict[str, Any]) -> list[str]:
@@ -211,10 +221,15 @@ def load_text(path: str | Path) -> dict[str, Any]:
             f"The configuration file {str(path)!r} does not exist. Write the path of one that does, or make it with "
             "`accelerate config`."
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # the latter for bytes that are no text, and for a path with a zero in it
         raise ConfigurationError(
             f"The configuration file {str(path)!r} cannot be read: {error}. Write the path of a YAML or JSON file."
         ) from error
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"The configuration file {str(path)!r} has {len(text)} characters, which options never need. Write the path "
+            "of a YAML or JSON file of options."
+        )
     data = _parse_json(path, text) if str(path).endswith(".json") else _parse_yaml(path, text)
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigurationError(
@@ -234,11 +249,17 @@ def _parse_json(path: str | Path, text: str) -> Any:
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+        data = parse_json(text, unique)
+        check_nesting(data)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        line = f", line {error.lineno}," if hasattr(error, "lineno") else ""
+        problem = getattr(error, "msg", None) or first_line(error)
         raise ConfigurationError(
-            f"The configuration file {str(path)!r}, line {error.lineno}, is not JSON: {error.msg}. Correct that line."
+            f"The configuration file {str(path)!r}{line} is not JSON: {problem}. Correct that line."
         ) from error
+    return data
 
 
 def _parse_yaml(path: str | Path, text: str) -> Any:
@@ -260,14 +281,45 @@ def _parse_yaml(path: str | Path, text: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, UniqueKeyLoader)  # noqa: S506 - a safe loader
-    except yaml.YAMLError as error:
+        # No more than `yaml.load` does: what the text is made of is looked at before values are made of it.
+        loader = UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_nodes(node, {})
+        data = loader.construct_document(node)
+        check_nesting(data)
+    except ConfigurationError:
+        raise
+    # Of values with a tag that does not fit them, such as `!!int x`, PyYAML makes errors of Python's own.
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}," if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        problem = getattr(error, "problem", None) or first_line(error)
         raise ConfigurationError(
             f"The configuration file {str(path)!r}{line} is not YAML: {problem}. Correct that line."
         ) from error
+    return data
+
+
+def _count_nodes(node: Any, known: dict[int, int]) -> int:
+    """Return how many values a text stands for, an alias for as many as what it repeats.
+
+    Args:
+        known: Gets the numbers by node: 0 while a node is being counted.
+
+    Raises:
+        ValueError: If they are too many to be options, or without end.
+    """
+    if id(node) not in known:
+        known[id(node)] = 0
+        inside = node.value if isinstance(node.value, list) else []
+        parts = [part for entry in inside for part in (entry if isinstance(entry, tuple) else (entry,))]
+        known[id(node)] = 1 + sum(_count_nodes(part, known) for part in parts)
+    count = known[id(node)]
+    if not 0 < count <= _MOST_NODES:
+        raise ValueError("its aliases repeat too much")
+    return count
 
 
 def _repeated(path: str | Path, key: str, lines: str) -> ConfigurationError:
@@ -324,7 +376,7 @@ def _check_member(place: str, key: str, value: object, enum: type) -> None:
     known = [str(member.value) for member in enum]  # type: ignore[attr-defined]
     if value not in known:
         raise ConfigurationError(
-            f"{place} says {key}: {value!r}, which is none of {', '.join(known)}.{nearest(str(value), known)}"
+            f"{place} says {key}: {shown(value)}, which is none of {', '.join(known)}.{nearest(shown(value), known)}"
         )
 
 
@@ -372,7 +424,7 @@ def _read_entry(key: str, value: Any, place: str, on_sagemaker: bool) -> Iterato
         return
     if not isinstance(value, dict):
         raise ConfigurationError(
-            f"{place} says {key}: {value!r}, which is a {type(value).__name__}; it must hold keys of its own. "
+            f"{place} says {key}: {shown(value)}, which is a {type(value).__name__}; it must hold keys of its own. "
             f"Write `{key}:` and below it, indented, lines such as `{section_keys(key)[0]}: ...`."
         )
     prefix, known = _sections()[key]
@@ -385,10 +437,10 @@ def _read_entry(key: str, value: Any, place: str, on_sagemaker: bool) -> Iterato
 
 def _unknown(place: str, key: str, known: Iterable[str], section: str | None = None) -> ConfigurationError:
     words = sorted(known)
-    where = f"{place} has an unknown key {key!r}" + (f" in {section!r}" if section else "")
+    where = f"{place} has an unknown key {shown(key)}" + (f" in {section!r}" if section else "")
     elsewhere = next(
         (f" It belongs into {name!r}." for name, (_, keys) in _sections().items() if key in keys and name != section),
-        nearest(key, words) or f" Known are {', '.join(words)}.",
+        nearest(str(key), words) or f" Known are {', '.join(words)}.",
     )
     return ConfigurationError(f"{where}.{elsewhere}")
 
@@ -403,7 +455,7 @@ def _load(option: LaunchOption, value: Any, place: str, key: str) -> Any:
     except ValueError as error:
         hint = nearest(value, map(str, choices)) if isinstance(value, str) else ""
         raise ConfigurationError(
-            f"{place} says {key}: {value!r}, which is not {meaning}.{hint or ' Correct the value.'}"
+            f"{place} says {key}: {shown(value)}, which is not {meaning}.{hint or ' Correct the value.'}"
         ) from error
     return loaded
 

@@ -102,9 +102,9 @@ def test_a_key_that_is_there_twice_in_json_is_named(tmp_path: Path) -> None:
 
 
 def test_the_same_key_in_two_dictionaries_and_merged_ones_are_no_repetition(tmp_path: Path) -> None:
-    merged = load_text(write(tmp_path, "a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\nc: &c [*a, *a, *c]\n"))
+    merged = load_text(write(tmp_path, "a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\nc: &c [*a, *a]\n"))
     assert merged["b"] == {"k": 2, "l": 1}
-    assert merged["c"][2] is merged["c"]
+    assert merged["c"][1] is merged["a"]
 
 
 @pytest.mark.parametrize(("section", "key"), keys_of_files())
