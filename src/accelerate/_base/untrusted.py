@@ -17,7 +17,7 @@ MOST_BYTES = 100_000_000
 _MOST_SHOWN = 200
 _LARGEST = 2**63 - 1
 _MOST_AXES = 64
-_MOST_LEVELS = 100
+MOST_LEVELS = 100
 
 
 def path_inside(folder: Path, name: object, origin: str) -> Path:
@@ -49,10 +49,15 @@ def _why_outside(name: object) -> str | None:
         return "begins at the root of a disk"
     if ".." in (*posix.parts, *windows.parts):
         return "leads out of the folder"
+    return None if can_be_path(name) else "holds a character that no name has"
+
+
+def can_be_path(text: str) -> bool:
+    """Return whether the system can have a file of this name."""
     try:
-        return "holds a character that no name has" if b"\0" in os.fsencode(name) else None
+        return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
-        return "holds a character that no name has"
+        return False
 
 
 def check_regular(path: Path) -> os.stat_result:
@@ -110,7 +115,7 @@ def check_nesting(value: Any) -> None:
         ValueError: If it is nested too deeply.
     """
     level = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(MOST_LEVELS):
         level = [entry for group in level for entry in _entries(group)]
         if not level:
             return

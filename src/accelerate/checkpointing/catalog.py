@@ -198,6 +198,6 @@ def _problem_without_manifest(folder: Path) -> str | None:
                 parse_json(read_limited(file))
             elif not zipfile.is_zipfile(file):
                 return f"{file.name}: it is not a whole torch file"
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
             return f"{file.name}: it cannot be opened ({error})"
     return None if files else "it holds no file of a checkpoint"

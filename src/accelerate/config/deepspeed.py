@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import check_nesting, first_line, parse_json
@@ -47,6 +47,10 @@ PLACES = {
 }
 HALF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 """The half precision of DeepSpeed's that each of ours turns on."""
+
+
+EntryPath: TypeAlias = tuple[str, ...]
+"""The names of the sections around an entry, and its own."""
 
 
 @dataclass(frozen=True)
@@ -150,18 +154,18 @@ def _parse(text: str, given: Any) -> dict[str, Any]:
 # --- looking up -------------------------------------------------------------------------------------------------------
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; a list is a value."""
+def _leaves(config: Mapping[str, Any], path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
+    """Yield the ways to all values, and the values; a list is a value."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _leaves(value, (*path, name))
         else:
-            yield f"{prefix}{name}", value
+            yield (*path, name), value
 
 
-def _put(config: dict[str, Any], name: str, value: Any) -> None:
-    """Set the value under a dotted name, or remove the entry."""
-    *path, last = name.split(".")
+def _put(config: dict[str, Any], way: EntryPath, value: Any) -> None:
+    """Set the value at the end of a way, or remove the entry."""
+    *path, last = way
     node = config
     for part in path:
         node = node[part]
@@ -255,13 +259,13 @@ def complete(
     facts = {name: fact for name, fact in facts.items() if not is_word(fact.value, (AUTO,))}
     final, origins, waiting = _fill(config, facts, place)
     faults = _contradictions(config, facts, place)
-    for name in waiting:
+    for name, path in waiting.items():
         if name in _NEEDED or not _has_default(name):
             faults.append(
                 f"{name}='auto', and nothing gives its value. {_NEEDED.get(name, 'Write the value, or remove the entry')}."
             )
         else:
-            _put(final, name, MISSING)
+            _put(final, path, MISSING)
     refuse(faults, place)
     for name, fact in _batch_sizes(final, facts, origins, num_replicas, place).items():
         final[name], origins[name] = fact.value, fact.origin
@@ -292,19 +296,20 @@ def _contradictions(config: Mapping[str, Any], facts: Mapping[str, Fact], place:
 
 def _fill(
     config: Mapping[str, Any], facts: Mapping[str, Fact], place: str
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+) -> tuple[dict[str, Any], dict[str, str], dict[str, EntryPath]]:
     """Return a filled copy, where each of its values comes from, and the entries that still wait, batch sizes aside."""
-    final, origins, waiting = copy.deepcopy(dict(config)), {}, []
-    for name, value in [*_leaves(config)]:
+    final, origins, waiting = copy.deepcopy(dict(config)), {}, {}
+    for path, value in _leaves(config):
+        name = ".".join(map(str, path))
         if name in BATCH_SIZES and value in (None, AUTO):
-            _put(final, name, MISSING)
+            _put(final, path, MISSING)
         elif not is_word(value, (AUTO,)) or name.startswith(_OWN_WORDS):
             origins[name] = place
         elif name in facts:
-            _put(final, name, copy.deepcopy(facts[name].value))
+            _put(final, path, copy.deepcopy(facts[name].value))
             origins[name] = facts[name].origin
         else:
-            waiting.append(name)
+            waiting[name] = path
     return final, origins, waiting
 
 
@@ -437,7 +442,7 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
         check(config, "The options of this launch")
         for name, fact in facts.items():
             if look_up(config, name) == fact.value:
-                _put(config, name, AUTO)
+                _put(config, tuple(name.split(".")), AUTO)
     else:
         config, read_from = read(path)
         place = f"file {read_from}"
@@ -446,7 +451,7 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
         check_against(config, facts, read_from)
         config["zero_optimization"].setdefault("stage", AUTO)
         for name in add_missing(config, said):
-            _put(config, name, AUTO)
+            _put(config, tuple(name.split(".")), AUTO)
     for name in BATCH_SIZES:
         config.setdefault(name, AUTO)
     for name in ("fp16", "bf16"):
@@ -457,13 +462,15 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
 
 def _explain(config: Mapping[str, Any], facts: Mapping[str, Fact], place: str) -> list[tuple[str, Any, str]]:
     final, origins, _ = _fill(config, facts, place)
+    filled = dict(_leaves(final))
     rows = []
-    for name, value in _leaves(config):
+    for path, value in _leaves(config):
+        name = ".".join(map(str, path))
         waits = name not in origins and (value is None or is_word(value, (AUTO,)))
         if waits and name in facts:
             rows.append((name, facts[name].value, facts[name].origin))
         else:
-            rows.append((name, AUTO if waits else look_up(final, name), _who_fills(name) if waits else origins[name]))
+            rows.append((name, AUTO if waits else filled.get(path), _who_fills(name) if waits else origins[name]))
     return rows
 
 

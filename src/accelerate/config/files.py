@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.untrusted import check_nesting, first_line, parse_json, shown
+from accelerate._base.untrusted import MOST_LEVELS, check_nesting, first_line, parse_json, shown
 from accelerate.config import env
 from accelerate.config.sections.registry import SECTIONS, LaunchOption, options
 
@@ -44,7 +44,7 @@ _GONE_IN = {"mpirun_config": {"mpirun_ccl": "oneCCL is part of torch's own backe
 # Compilers that no release of torch has any more.
 _GONE_COMPILERS = ("ipex", "nvfuser", "aot_nvfuser")
 # A file of options has some hundred bytes; a long one would take minutes to parse.
-_MOST_CHARACTERS = 1_000_000
+_MOST_CHARACTERS = 200_000
 # With what its aliases repeat.
 _MOST_NODES = 100_000
 _RENAMED_TYPES = {"TPU": "XLA", "MPS": "NO", "TP": "MULTI_GPU"}
@@ -215,7 +215,8 @@ def load_text(path: str | Path) -> dict[str, Any]:
     """
     place = Path(path).expanduser()
     try:
-        text = place.read_text(encoding="utf-8")
+        with place.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except FileNotFoundError as error:
         raise ConfigFileNotFoundError(
             f"The configuration file {str(path)!r} does not exist. Write the path of one that does, or make it with "
@@ -227,8 +228,8 @@ def load_text(path: str | Path) -> dict[str, Any]:
         ) from error
     if len(text) > _MOST_CHARACTERS:
         raise ConfigurationError(
-            f"The configuration file {str(path)!r} has {len(text)} characters, which options never need. Write the path "
-            "of a YAML or JSON file of options."
+            f"The configuration file {str(path)!r} has more than {_MOST_CHARACTERS} characters, which options never need. "
+            "Write the path of a YAML or JSON file of options."
         )
     data = _parse_json(path, text) if str(path).endswith(".json") else _parse_yaml(path, text)
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -266,7 +267,18 @@ def _parse_yaml(path: str | Path, text: str) -> Any:
     import yaml
 
     class UniqueKeyLoader(yaml.SafeLoader):
-        """Refuse a dictionary that has a key twice, of which YAML itself keeps the last."""
+        """Refuse a dictionary that has a key twice, of which YAML itself keeps the last, and endless nesting."""
+
+        levels = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            # Not left to the limit of recursion: to come there takes a time that grows with the square of the depth.
+            self.levels += 1
+            if self.levels > MOST_LEVELS:
+                raise ValueError("it is nested too deeply")
+            node = super().compose_node(parent, index)
+            self.levels -= 1
+            return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             lines: dict[tuple[str, str], int] = {}

@@ -222,8 +222,8 @@ def _read_filter(hosts: Sequence[HostSlots], text: str, origin: str) -> dict[str
     for entry in text.split("@"):
         name, colon, listed = entry.strip().partition(":")
         numbers = [word.strip() for word in listed.split(",")] if colon else []
-        slots = {number_in(word) for word in numbers}
-        if not name or None in slots:
+        slots = {slot for slot in map(number_in, numbers) if slot is not None}
+        if not name or any(number_in(word) is None for word in numbers):
             raise ConfigurationError(
                 f"{origin}={text!r}: {entry!r} is not a machine with or without slots. Write {_FILTER_EXAMPLE}."
             )

@@ -159,7 +159,7 @@ def _hostfile(given: str, slots: int) -> tuple[str, dict[str, str], list[str]]:
     try:
         path = Path(given).expanduser()
         text = path.read_text() if path.is_file() else None
-    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the second for the home of a user who does not exist
+    except (OSError, RuntimeError, ValueError) as error:  # the last two for a home of nobody, and for what is no text
         raise cluster_conflicts.unreadable_hostfile(given, error) from error
     if text is not None:
         lines = [line.split("#")[0].strip() for line in text.splitlines()]

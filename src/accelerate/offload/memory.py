@@ -43,11 +43,10 @@ def convert_file_size_to_int(size: float | str) -> int:
             raise _unreadable_size(size)
         return int(size)  # a share of the memory, such as 0.9 of it, is a float
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", size, flags=re.IGNORECASE)
-    if match is None or not 0 <= float(match[1]) < math.inf:
+    count = float(match[1]) * _UNITS[match[2].upper()] if match is not None else math.inf
+    if match is None or not 0 <= count < math.inf:
         raise _unreadable_size(size)
-    unit = match[2]
-    count = int(float(match[1]) * _UNITS[unit.upper()])
-    return count // 8 if unit.endswith("b") else count
+    return int(count) // 8 if match[2].endswith("b") else int(count)
 
 
 def _unreadable_size(size: float | str) -> ConfigurationError:

@@ -5,16 +5,19 @@ This module is imported where torch is not.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import (
+    can_be_path,
     check_regular,
     first_line,
     is_shape,
@@ -27,6 +30,11 @@ from accelerate._base.untrusted import (
 
 INDEX_SUFFIX = ".index.json"
 _OFFLOAD_INDEX = "index.json"
+# Of a class in a pickle.
+_LONGEST_NAME = 1000
+_LONG_LINE = re.compile(rb"[^\n]{500,}\n")
+# Mark, version, system, objects, and the order of their storages.
+_PICKLES_OF_OLD_FILES = 5
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # What the Trainer and other programs put beside weights.
 _OTHER_FILES = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt"})
@@ -107,8 +115,7 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
         check_regular(path)
         # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
         mapped = zipfile.is_zipfile(path)
-        if mapped:
-            _check_archive(path)
+        (_check_archive if mapped else _check_old_file)(path)
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped), mapped
     except ConfigurationError:
         raise
@@ -123,12 +130,35 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
 def _check_archive(path: Path) -> None:
     """Refuse an archive that is packed, which may be many times as large in memory: torch packs none."""
     with zipfile.ZipFile(path) as archive:
-        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    if packed:
-        raise ConfigurationError(
-            f"{str(path)!r} is a packed archive ({packed[0]!r}), and torch saves weights as they are. Unpack it, or save it "
-            "again."
-        )
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ConfigurationError(
+                    f"{str(path)!r} is a packed archive ({shown(entry.filename)}), and torch saves weights as they are. "
+                    "Unpack it, or save it again."
+                )
+            if entry.filename.endswith("data.pkl"):
+                content = archive.read(entry)
+                if _LONG_LINE.search(content) is not None:
+                    _check_names(io.BytesIO(content))
+
+
+def _check_old_file(path: Path) -> None:
+    """Look at the pickles with which a file of torch before 1.6 begins."""
+    with path.open("rb") as file:
+        for _ in range(_PICKLES_OF_OLD_FILES):
+            _check_names(file)
+
+
+def _check_names(file: IO[bytes]) -> None:
+    """Refuse a pickle that names a class or a function by a very long name.
+
+    torch 2.13 searches its own message about such a name for words, in a time that grows with the square of its length.
+    """
+    import pickletools
+
+    for operation, argument, _ in pickletools.genops(file):
+        if operation.name == "GLOBAL" and len(str(argument)) > _LONGEST_NAME:
+            raise ValueError(f"it names the class {shown(argument)}")
 
 
 def read_json(path: Path, expected: str = "a JSON object") -> dict[str, Any]:
@@ -177,15 +207,16 @@ def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     index = _read_entries(folder)
     for name, entry in index.items():
         file = entry.get("safetensors_file")
-        if file is not None and "modified" not in entry:
-            inside = _name_inside(file, folder)
-            if inside is None:
-                raise ConfigurationError(
-                    f"The index {str(Path(folder) / _OFFLOAD_INDEX)!r} points at {shown(file)} for {shown(name)}, which is "
-                    "outside of its folder, and does not say what that file was like: the index was not written here. "
-                    "Load the checkpoint again with this offload_folder, or, if you trust the index, pass index=... ."
-                )
-            index[name] = {**entry, "safetensors_file": str(path_inside(Path(folder), inside, "The index"))}
+        if file is None or ("modified" in entry and Path(file).is_absolute() and can_be_path(file)):
+            continue
+        inside = _name_inside(file, folder)
+        if inside is None:
+            raise ConfigurationError(
+                f"The index {str(Path(folder) / _OFFLOAD_INDEX)!r} points at {shown(file)} for {shown(name)}, which is "
+                "outside of its folder, and does not say what that file was like: the index was not written here. Load "
+                "the checkpoint again with this offload_folder, or, if you trust the index, read it and pass index=... ."
+            )
+        index[name] = {**entry, "safetensors_file": str(Path(folder) / inside)}
     return index
 
 
@@ -228,8 +259,10 @@ def _file_of(entry: Mapping[str, Any]) -> str | None:
     return None if file is None else os.fspath(file)
 
 
-def _noted(file: str, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what an index on the disk says of a safetensors file."""
+def _noted(file: str | None, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what an index on the disk says of a safetensors file; nothing for raw files."""
+    if file is None:
+        return {}
     path = Path(file).absolute()
     if _name_inside(str(path), folder) is not None or not path.is_file():
         return {"safetensors_file": str(path)}
@@ -250,8 +283,9 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
     if not index:
         return
     merged = _read_entries(offload_folder) if has_offload_index(offload_folder) else {}
-    noted = {file: _noted(file, offload_folder) for file in map(_file_of, index.values()) if file is not None}
-    merged.update({name: {**entry, **noted.get(_file_of(entry), {})} for name, entry in index.items()})
+    # Each file is looked at once.
+    noted = {file: _noted(file, offload_folder) for file in {_file_of(entry) for entry in index.values()}}
+    merged.update({name: {**entry, **noted[_file_of(entry)]} for name, entry in index.items()})
     from accelerate.runtime.atomic import atomic_file  # slow to load for who looks at files only
 
     with atomic_file(Path(offload_folder) / _OFFLOAD_INDEX, synced=False) as partial:
