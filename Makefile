@@ -12,6 +12,7 @@
 #   make bench    speed beside plain PyTorch and the previous major release
 #   make bench-xla       a step on an XLA device beside a hand-written torch_xla loop
 #   make bench-clients   checkpoints, and programs of Transformers, Diffusers and others, on both packages
+#   make soak     100,000 steps while processes are killed, beside a run that nobody disturbs
 #   make pages    rewrite what tools write into README.md and the documentation
 #   make docs     the documentation as a site in site/
 #   make format   rewrite the code in the house format
@@ -36,7 +37,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-xla test-oldest-torch test-cpu-adam fuzz quick check coverage bench bench-xla bench-clients pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-xla test-oldest-torch test-cpu-adam fuzz quick check coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +156,10 @@ bench-clients: $(VENV)/.dev $(REFERENCE_VENV)/.clients
 	ACCELERATE_TEST_REFERENCE=$(abspath $(REFERENCE_VENV)/bin/python) $(PYTEST) -q tests/compat/test_checkpoint_layout.py \
 		tests/compat/test_trainer_checkpoint.py
 	$(BIN)/python -m tools.compare_clients --reference $(REFERENCE_VENV)/bin/python
+
+# SOAK="--steps 4000 --kills 3" makes it shorter.
+soak: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py $(SOAK)
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict

@@ -735,13 +735,13 @@ class Accelerator(ProcessControl):
 
         Args:
             input_dir: The folder of a checkpoint; None or "latest" take the newest valid one of the project.
-            load_kwargs: Arguments of `torch.load` for optimizers, schedulers and loaders.
+            load_kwargs: Arguments of `torch.load`; `{"weights_only": False}` lets files run code, if you trust their writer.
             **load_model_func_kwargs: Arguments of `load_state_dict` of models; `map_location` ("cpu" or "on_device")
                 says where tensors are put while they are read.
 
         Raises:
             ConfigurationError: (a ValueError) if there is no such folder.
-            CheckpointError: (a RuntimeError) if the checkpoint is broken, or does not fit what is prepared.
+            CheckpointError: (a RuntimeError) if the checkpoint is broken, would run code, or does not fit what is prepared.
         """
         map_location = load_model_func_kwargs.pop("map_location", None)
         self._checkpoints.load(input_dir, load_kwargs or {}, map_location, load_model_func_kwargs)

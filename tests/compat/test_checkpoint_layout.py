@@ -1,4 +1,4 @@
-"""Checkpoints that release 1.15.0 of Hugging Face Accelerate wrote load here.
+"""Checkpoints that release 1.15.0 of Hugging Face Accelerate wrote, and this library earlier, load here.
 
 The files were written by `checkpoints/make.py` under that release. The other direction is in that script too: it reads a
 checkpoint of this library under the release, which `test_ours_load_there` does where an interpreter is named.
@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from tests.support.processes import forget_inherited_state
 
+from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.catalog import catalog
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates.
@@ -52,6 +54,24 @@ def test_a_checkpoint_of_the_release_loads(make: ModuleType, name: str) -> None:
     assert found == {key: facts[key] for key in found}
 
 
+@pytest.mark.parametrize("name", ["pickled", "earlier"])
+def test_a_checkpoint_with_more_than_data_loads_where_it_was_asked_for(
+    make: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = expected(name)
+    run = make.Run()
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl' is not read.*fractions\.Fraction"):
+        run.accelerator.load_state(CHECKPOINTS / name)
+    assert run.counter.value == 0
+    for options, variable in (({"load_kwargs": {"weights_only": False}}, "0"), ({}, "1")):
+        monkeypatch.setenv("ACCELERATE_ALLOW_PICKLE", variable)
+        run = make.Run()
+        run.accelerator.load_state(CHECKPOINTS / name, **options)
+        found = run.facts()
+        assert found == {key: facts[key] for key in found}
+        assert run.counter.kept == Fraction(1, 3)
+
+
 def test_the_state_of_a_stateful_loader_is_taken_over(make: ModuleType) -> None:
     facts = expected("stateful")
     run = make.Run(stateful=True)
@@ -69,8 +89,8 @@ def test_the_state_of_a_stateful_loader_says_nothing_to_a_plain_one(make: Module
 
 def test_checkpoints_of_the_release_are_listed_as_unverified() -> None:
     found = catalog(CHECKPOINTS)
-    assert {info.name for info in found} == {"safe", "plain", "stateful"}
-    assert {(info.is_valid, info.problem) for info in found} == {(True, "no manifest")}
+    assert {info.name for info in found} == {"safe", "plain", "stateful", "pickled", "earlier"}
+    assert {(info.is_valid, info.problem) for info in found if info.name != "earlier"} == {(True, "no manifest")}
 
 
 @pytest.mark.parametrize("safe", [True, False])

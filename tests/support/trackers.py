@@ -26,8 +26,12 @@ INIT_KWARGS: dict[str, dict[str, Any]] = {
 
 def offline_variables(folder: Path) -> dict[str, str]:
     """Return the variables under which every package writes into a folder, and nothing to a network or a home."""
+    # ClearML forks a process that reports; if threads of others were at work then, it stands still and is waited for.
+    settings = folder / "clearml.conf"
+    settings.write_text("sdk { development { report_use_subprocess: false } }\n")
     return {
         "HOME": str(folder),
+        "CLEARML_CONFIG_FILE": str(settings),
         "CLEARML_CACHE_DIR": str(folder / "clearml"),
         "CLEARML_OFFLINE_MODE": "1",
         "COMET_AUTO_LOG_OUTPUT_LOGGER": "0",

@@ -217,8 +217,12 @@ class FolderWriter:
             write_safetensors(file, tensors, metadata)
         self._sync(name, file)
 
-    def write_torch(self, name: str, value: object) -> None:
-        """Write an object with `torch.save`."""
+    def write_torch(self, name: str, value: object, owner: str = "") -> None:
+        """Write an object with `torch.save`.
+
+        Args:
+            owner: Whose state it is, if a program decides what is in it: it is told if `load_state` will not read that.
+        """
         import torch  # not above: `accelerate checkpoints` reads records without it
 
         with closing(_SummedFile(self.path / name, self._summing)) as file:
@@ -227,6 +231,11 @@ class FolderWriter:
                 torch.save(value, cast("Any", file))
             except RuntimeError as error:
                 raise file.error or error from error  # torch does not tell what went wrong with the file
+        if owner:
+            from accelerate.checkpointing.torch_files import is_plain, warn_if_refused
+
+            if not is_plain(value):
+                warn_if_refused(self.path / name, owner)
         self._sync(name, file)
 
     def write_json(self, name: str, value: object) -> None:

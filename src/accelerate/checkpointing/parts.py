@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError, WrongTypeError
-from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
-from accelerate.checkpointing.torch_files import load_in_threads
+from accelerate.checkpointing.sharded import ShardFolder, is_sharded
+from accelerate.checkpointing.torch_files import allows_pickle, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
@@ -66,6 +66,11 @@ class LoadOptions:
     map_location: torch.device | str = "cpu"
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def allows_pickle(self) -> bool:
+        """Whether files may run code while they are read: only if the program or its user asked for it by name."""
+        return allows_pickle(self.load_kwargs)
 
     @property
     def saved_world_size(self) -> int:
@@ -142,12 +147,13 @@ def indexed(stem: str, index: int, ending: str) -> str:
 
 
 def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
-    """Read a torch file of a checkpoint.
+    """Read a torch file of a checkpoint, without running code from it unless that was asked for by name.
 
     Raises:
-        CheckpointError: If it is not there or cannot be read.
+        CheckpointError: If it is not there, cannot be read, or would run code.
     """
     keywords: dict[str, Any] = {"map_location": options.map_location, **options.load_kwargs, **overrides}
+    keywords["weights_only"] = not options.allows_pickle
     try:
         return load_in_threads(path, **keywords)
     except FileNotFoundError as error:
@@ -156,16 +162,19 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
             "and register the same objects as when it was saved, or use another checkpoint."
         ) from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read: it is broken, or it holds objects that are not loaded for safety "
-            f"({str(error).splitlines()[0]}). If you trust it, write "
-            "load_state(..., load_kwargs={'weights_only': False})."
-        ) from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}), so it is probably "
-            "broken. Use another checkpoint."
-        ) from error
+        if options.allows_pickle:
+            raise _broken(path, error) from error
+        raise CheckpointError(refusal(path, error)) from error
+    except (RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: Exception) -> CheckpointError:
+    reason = (str(error).splitlines() or [""])[0]
+    return CheckpointError(
+        f"{str(path)!r} cannot be read ({type(error).__name__}: {reason}), so it is probably broken. Use another "
+        "checkpoint."
+    )
 
 
 def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, Any]:
@@ -184,8 +193,8 @@ def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, An
             raise CheckpointError(
                 f"{str(safe)!r} cannot be read ({error}), so it is probably broken. Use another checkpoint."
             ) from error
-    if (shards / sharded.METADATA).is_file():
-        return dict(sharded.read_whole(shards)["model"])
+    if is_sharded(shards):
+        return dict(ShardFolder(shards, options.allows_pickle).read_whole()["model"])
     plain = folder / indexed(constants.MODEL_NAME, index, ".bin")
     return dict(read_torch(gathered if gathered.is_file() else plain, options))
 
@@ -219,7 +228,7 @@ class WeightsPart:
             file = indexed(constants.SAFE_MODEL_NAME, self.index, ".safetensors")
             folder.write_tensors(file, weights, {"format": "pt"})
         else:
-            folder.write_torch(indexed(constants.MODEL_NAME, self.index, ".bin"), payload)
+            folder.write_torch(indexed(constants.MODEL_NAME, self.index, ".bin"), payload, self.name)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         return read_weights(folder, self.index, options)
@@ -299,7 +308,7 @@ class ObjectPart:
         return self.held.state_dict()
 
     def write(self, payload: Any, folder: FolderWriter) -> None:
-        folder.write_torch(self.file, payload)
+        folder.write_torch(self.file, payload, self.name)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         return read_torch(folder / self.file, options)
@@ -319,9 +328,11 @@ class OptimizerPart(ObjectPart):
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         shards = folder / self._shards
-        is_sharded = (shards / sharded.METADATA).is_file()
-        # A run that shards saves by the names of parameters.
-        state = by_position(sharded.read_whole(shards)["optimizer"] if is_sharded else super().read(folder, options))
+        if is_sharded(shards):
+            saved_state = ShardFolder(shards, options.allows_pickle).read_whole()["optimizer"]
+        else:
+            saved_state = super().read(folder, options)
+        state = by_position(saved_state)  # a run that shards saves by the names of parameters
         own_groups: list[dict[str, Any]] = self.optimizer.param_groups
         saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], own_groups))
         if saved != own:
@@ -410,7 +421,8 @@ class LoaderPart:
 
     def write(self, payload: Any, folder: FolderWriter) -> None:
         if payload is not None:
-            folder.write_torch(self._file(self.rank if self.everywhere else 0, self._is_stateful), payload)
+            file = self._file(self.rank if self.everywhere else 0, self._is_stateful)
+            folder.write_torch(file, payload, self.name)
 
     def _file(self, rank: int, stateful: bool) -> str:
         # The state of torchdata's loader is known to other libraries under a name of its own.

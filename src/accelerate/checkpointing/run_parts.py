@@ -30,13 +30,13 @@ _PYTHON, _NUMPY, _TORCH, _STEP = "random_state", "numpy_random_seed", "torch_man
 
 
 class CustomPart(ObjectPart):
-    """An object that the program registered; its state may hold anything, so its file is read as trusted."""
+    """An object that the program registered."""
 
     def __init__(self, held: Stateful, index: int = 0) -> None:
         super().__init__(f"{type(held).__name__} (registered object {index})", f"{CUSTOM}_{index}.pkl", held)
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
-        return read_torch(folder / self.file, options, map_location="cpu", weights_only=False)
+        return read_torch(folder / self.file, options, map_location="cpu")
 
 
 def check_custom_count(folder: Path, parts: Sequence[Part]) -> None:

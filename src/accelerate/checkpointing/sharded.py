@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 
 from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate.checkpointing import torch_files
 from accelerate.offload.safetensors_format import write_safetensors
 from accelerate.runtime import current
 from accelerate.runtime.atomic import atomic_file
@@ -33,53 +34,97 @@ def is_sharded(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def _require_shards(folder: Path) -> None:
-    if not is_sharded(folder):
-        raise CheckpointError(
-            f"{str(folder)!r} holds no shards: there is no {METADATA!r} in it. Give the folder that holds it, such as "
-            "'pytorch_model_fsdp_0' inside a checkpoint."
-        )
+@dataclass(frozen=True)
+class ShardFolder:
+    """A folder of torch's distributed checkpoint, which any number of processes can read.
 
-
-def read_metadata(folder: Path) -> Metadata:
-    """Return what is in a folder.
-
-    Raises:
-        CheckpointError: If it is no such folder, or its description cannot be read.
+    Args:
+        allows_pickle: Values that are no tensors may run code while they are read: only if somebody asked for it by name.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    _require_shards(folder)
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
-        raise CheckpointError(
-            f"{str(folder / METADATA)!r} cannot be read ({type(error).__name__}: {error}), so it is probably broken. "
-            "Use another checkpoint."
-        ) from error
+    path: Path
+    allows_pickle: bool = field(default_factory=lambda: torch_files.allows_pickle({}))
 
+    def metadata(self) -> Metadata:
+        """Return what is in the folder.
 
-def load_into(state: dict[str, Any], folder: Path) -> None:
-    """Fill the tensors of a state dict from a folder, and replace its other values; no rank waits for another.
+        Raises:
+            CheckpointError: If it is no such folder, or its description cannot be read.
+        """
+        from accelerate.checkpointing.shard_reader import read_description
 
-    Raises:
-        CheckpointError: If an entry is not there, has another shape, or cannot be read.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+        self._require_shards()
+        return read_description(self.path / METADATA)
 
-    _require_shards(folder)
-    try:
-        with without_warnings_of_torch():
-            load(state, storage_reader=FileSystemReader(folder), no_dist=True)
-    except (CheckpointException, RuntimeError, ValueError, OSError) as error:
-        reasons = list(getattr(error, "failures", {}).values())
-        text = str(reasons[0][0] if reasons else error).strip().splitlines()
-        raise CheckpointError(
-            f"The shards in {str(folder)!r} do not fit what is loaded from them, or are broken: "
-            f"{text[0] if text else error!r}. Build the model as it was when the checkpoint was saved."
-        ) from error
+    def _require_shards(self) -> None:
+        if not is_sharded(self.path):
+            raise CheckpointError(
+                f"{str(self.path)!r} holds no shards: there is no {METADATA!r} in it. Give the folder that holds it, such as "
+                "'pytorch_model_fsdp_0' inside a checkpoint."
+            )
+
+    def load_into(self, state: dict[str, Any], *, flat: bool = False) -> None:
+        """Fill the tensors of a state dict, and replace its other values; no rank waits for another.
+
+        Args:
+            flat: The names are those of the folder's description.
+
+        Raises:
+            CheckpointError: If an entry is not there, has another shape, cannot be read, or would run code.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        from accelerate.checkpointing.shard_reader import ShardPlanner, ShardReader
+
+        self._require_shards()
+        kind = DefaultLoadPlanner if self.allows_pickle else ShardPlanner
+        planner = kind(flatten_state_dict=not flat, flatten_sharded_tensors=not flat)
+        try:
+            with without_warnings_of_torch():
+                load(state, storage_reader=ShardReader(self.path), planner=planner, no_dist=True)
+        except CheckpointError:
+            raise
+        except (CheckpointException, RuntimeError, ValueError, OSError) as error:
+            reasons = [reason for reason, _ in getattr(error, "failures", {}).values()] or [error]
+            if isinstance(reasons[0], CheckpointError):
+                raise CheckpointError(f"{str(self.path)!r} cannot be loaded: {reasons[0]}") from error
+            text = str(reasons[0]).strip().splitlines()
+            raise CheckpointError(
+                f"The shards in {str(self.path)!r} do not fit what is loaded from them, or are broken: "
+                f"{text[0] if text else error!r}. Build the model as it was when the checkpoint was saved."
+            ) from error
+
+    def read(self, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+        """Return some entries in host memory, by the names that the description has for them.
+
+        Raises:
+            CheckpointError: If they cannot be read.
+        """
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        state: dict[str, Any] = {}
+        try:
+            for key in keys:
+                entry = metadata.state_dict_metadata[key]
+                state[key] = None
+                if isinstance(entry, TensorStorageMetadata):
+                    state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"The tensors in {str(self.path)!r} have no room in the memory here ({str(error).splitlines()[0]}). Load "
+                "them in shards, on more processes, or use another checkpoint."
+            ) from error
+        self.load_into(state, flat=True)
+        return state
+
+    def read_whole(self) -> dict[str, Any]:
+        """Return everything in host memory, in the structure that was saved."""
+        metadata = self.metadata()
+        flat = self.read(metadata, metadata.state_dict_metadata)
+        paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+        return unflatten({key: paths.get(key, (key,)) for key in flat}, flat)
 
 
 @contextmanager
@@ -92,14 +137,6 @@ def without_warnings_of_torch() -> Iterator[None]:
         yield
 
 
-def read_whole(folder: Path) -> dict[str, Any]:
-    """Return everything that is in a folder, whole and in host memory, in the structure that was saved."""
-    metadata = read_metadata(folder)
-    flat = read_entries(folder, metadata, metadata.state_dict_metadata)
-    paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
-    return unflatten({key: paths.get(key, (key,)) for key in flat}, flat)
-
-
 def unflatten(paths: Mapping[str, tuple[Any, ...]], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries in the structure that their paths describe, counted ones as lists."""
     tree: dict[str, Any] = {}
@@ -107,24 +144,6 @@ def unflatten(paths: Mapping[str, tuple[Any, ...]], flat: Mapping[str, Any]) -> 
         _put(tree, paths[key], value)
     listed: dict[str, Any] = _with_lists(tree)
     return listed
-
-
-def read_entries(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Return some entries of a folder by the names that its description has for them."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    entries = {key: metadata.state_dict_metadata[key] for key in keys}
-    state: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for key, entry in entries.items()
-    }
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with without_warnings_of_torch():
-        load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
-    return state
 
 
 def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -154,9 +173,9 @@ class WholeTensors:
     def __init__(self, folder: Path, batch_bytes: int = 2**29) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        self.folder = folder
+        self.folder = ShardFolder(folder)
         self.batch_bytes = batch_bytes
-        self.metadata = read_metadata(folder)
+        self.metadata = self.folder.metadata()
         paths: Mapping[str, tuple[Any, ...]] = self.metadata.planner_data or {}
         self.keys: dict[str, str] = {}
         """Name of a weight -> its name in the folder."""
@@ -183,7 +202,7 @@ class WholeTensors:
         yield from self._read(batch)
 
     def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        found = read_entries(self.folder, self.metadata, [self.keys[name] for name in names]) if names else {}
+        found = self.folder.read(self.metadata, [self.keys[name] for name in names]) if names else {}
         for name in names:
             yield name, found.pop(self.keys[name])
 

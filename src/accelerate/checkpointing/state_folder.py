@@ -78,7 +78,7 @@ def load_accelerator_state(
     Args:
         process_index: The rank of this process.
         map_location: Where tensors are put while they are read: "cpu" or "on_device".
-        load_kwargs: Arguments of `torch.load` for optimizers, schedulers and loaders.
+        load_kwargs: Arguments of `torch.load`; `{"weights_only": False}` lets files run code.
         **load_model_func_kwargs: Arguments of `load_state_dict` of models.
 
     Returns:

@@ -1,14 +1,21 @@
-"""Write an object to a torch file once per run, and read one without running code from it."""
+"""Write an object to a torch file once per run, read one without running code from it, and say what would be run."""
 
 from __future__ import annotations
 
 import codecs
 import copy
 import errno
+import logging
 import os
+import pickle
+import threading
+import warnings
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from io import BytesIO
 from os import PathLike, fspath
 from pathlib import Path
 from typing import IO, Any
@@ -16,22 +23,44 @@ from typing import IO, Any
 import numpy
 import torch
 from safetensors.torch import save_file
-from torch.serialization import safe_globals
+from torch import serialization
 
 from accelerate._base import pages
 from accelerate._base.errors import WrongTypeError
+from accelerate._base.helpers import log_once
+from accelerate.config import env
 from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors, identity_in_memory
 from accelerate.runtime import current
 
+_LOG = logging.getLogger(__name__)
+ALLOW_PICKLE = "ACCELERATE_ALLOW_PICKLE"
+"""The variable that lets checkpoints be read that hold more than plain data, by a program that cannot be changed."""
+_ARRAY: Any = numpy.zeros(0).__reduce__()[0]
+_SCALAR: Any = numpy.float64(0).__reduce__()[0]
 TORCH_SAFE_GLOBALS: list[Any] = [
-    # What a pickled numpy random state is made of.
-    numpy.zeros(0).__reduce__()[0],
+    # What pickled arrays and numbers of numpy are made of, a random state among them.
+    _ARRAY,
+    _SCALAR,
     numpy.ndarray,
     codecs.encode,
+    frozenset,
     numpy.dtype,
-    type(numpy.dtype(numpy.uint32)),
+    *(type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUMm"),
+    # Before and after numpy 2, which renamed a package.
+    *(
+        (function, f"numpy.{core}.multiarray.{function.__name__}")
+        for function in (_ARRAY, _SCALAR)
+        for core in ("core", "_core")
+    ),
 ]
 """The types beyond tensors that `load` accepts in a file."""
+_PLAIN_VALUES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device}
+)
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
+_trusting = threading.RLock()
+"""What is trusted is a setting of the whole process in torch: one thread at a time changes it."""
 _THREADS_FROM = 32 * 2**20
 """The size of a file in bytes from which on threads are started for it."""
 _NUM_THREADS = 4
@@ -100,8 +129,109 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
     `weights_only` is True unless the caller says otherwise; numpy arrays, as in a saved random state, are accepted.
     """
     kwargs.setdefault("weights_only", True)
-    with safe_globals(TORCH_SAFE_GLOBALS):
+    with trust(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # what it cannot read is an error anyway
         return torch.load(f, map_location=map_location, **kwargs)
+
+
+@contextmanager
+def trust(classes: list[Any]) -> Iterator[None]:
+    """Let `torch.load(weights_only=True)` build objects of further classes inside of a block, and those it built before."""
+    with _trusting:
+        # torch's own manager takes away at its end what the program itself had allowed before.
+        known = serialization.get_safe_globals()
+        with serialization.safe_globals([entry for entry in classes if entry not in known]):
+            yield
+
+
+# --- files that hold more than data -----------------------------------------------------------------------------------
+
+
+def allows_pickle(load_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether files of a checkpoint may run code while they are read: only if somebody asked for it by name.
+
+    Args:
+        load_kwargs: What the program said; `"weights_only"` in it comes before the variable.
+    """
+    return not load_kwargs.get("weights_only", not env.flag(ALLOW_PICKLE))
+
+
+def refusal(f: str | Path, error: pickle.UnpicklingError, source: IO[bytes] | None = None) -> str:
+    """Return why a file of a checkpoint is not read, what it would run, and how to allow it.
+
+    Args:
+        error: What torch said of it.
+        source: Its bytes, where it is only a part of the file.
+    """
+    names, reason = _called_names(source or f), str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    what = (
+        f"because that would run code which it names: {names}"
+        if names
+        else f"because it is broken, or because only code that it runs could read it ({reason.splitlines()[0]})"
+    )
+    return (
+        f"{str(f)!r} is not read, {what}. A checkpoint from elsewhere could do harm this way. If you trust whoever wrote "
+        f"it, write load_state(..., load_kwargs={{'weights_only': False}}), or set {ALLOW_PICKLE}=1 for a program that "
+        "cannot be changed."
+    )
+
+
+def _called_names(f: str | Path | IO[bytes]) -> str:
+    """Return the functions and classes that reading a torch file would call and nobody has allowed; none if unknown."""
+    if not isinstance(f, str | Path):
+        f.seek(0)
+    with trust(TORCH_SAFE_GLOBALS), suppress(pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError):
+        return ", ".join(sorted(serialization.get_unsafe_globals_in_checkpoint(f)))
+    return ""  # an old format, or an instruction that torch does not look behind
+
+
+def warn_if_refused(f: Path | IO[bytes], owner: str) -> None:
+    """Say once, for each owner, that what was just saved will be refused when it is loaded, and what to do.
+
+    Args:
+        f: The torch file that was written.
+        owner: Whose state it is.
+    """
+    if not isinstance(f, Path):
+        f.seek(0)
+    try:
+        load(f, map_location="meta")
+    except pickle.UnpicklingError as error:
+        names = _called_names(f) or str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()[0]
+        log_once(
+            __name__,
+            f"The state of {owner} holds more than data: {names}. To read that again means to run code which a file "
+            "names, so load_state() will refuse it. Return tensors, numbers, text, lists and dictionaries from "
+            "state_dict(); or allow it where it is loaded, with load_state(..., load_kwargs={'weights_only': False}) or, "
+            f"for a program that cannot be changed, with {ALLOW_PICKLE}=1.",
+        )
+    except Exception:  # noqa: BLE001 - what cannot be looked at this way is no reason to lose a checkpoint
+        _LOG.debug("The state of %s could not be looked at.", owner, exc_info=True)
+
+
+def warn_of_code(value: Any, owner: str) -> None:
+    """Say once that a value which is about to be saved will be refused when it is loaded, if it holds more than data."""
+    if not is_plain(value):
+        with BytesIO() as buffer:
+            torch.save(value, buffer)
+            warn_if_refused(buffer, owner)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is made of what every torch file may hold; False where only a look at the file would tell."""
+    pending, seen = [value], set[int]()
+    while pending:
+        entry = pending.pop()
+        kind = type(entry)
+        if kind in _PLAIN_VALUES or (kind in _PLAIN_TENSORS and not entry.__dict__):
+            continue
+        if kind not in _PLAIN_CONTAINERS:
+            return False
+        if id(entry) not in seen:
+            seen.add(id(entry))
+            pending += entry
+            pending += entry.values() if isinstance(entry, dict) else ()
+    return True
 
 
 def load_in_threads(path: Path, **keywords: Any) -> Any:

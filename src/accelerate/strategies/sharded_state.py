@@ -30,6 +30,8 @@ from accelerate.checkpointing.parts import (
     read_torch,
     read_weights,
 )
+from accelerate.checkpointing.sharded import ShardFolder
+from accelerate.checkpointing.torch_files import warn_of_code
 from accelerate.collectives.base import communicator
 from accelerate.parallel.unwrap import CHECKPOINT_WRAPPER, plain_name, plain_optimizer
 from accelerate.runtime import current
@@ -55,7 +57,7 @@ def model_state(model: nn.Module) -> StateDict:
 
 
 def load_model_state(
-    model: nn.Module, saved: Path | StateDict, *, strict: bool = True, names: Mapping[str, str] | None = None
+    model: nn.Module, saved: ShardFolder | StateDict, *, strict: bool = True, names: Mapping[str, str] | None = None
 ) -> Any:
     """Restore weights from a folder of shards, or from full ones that rank 0 has; every rank calls it.
 
@@ -71,7 +73,7 @@ def load_model_state(
     present = model_state(model)
     names = {name: name for name in present} if names is None else names
     state = {name: present[inner] for name, inner in names.items()}
-    if isinstance(saved, Path):
+    if isinstance(saved, ShardFolder):
         state = _load_shards(state, "model", saved)
     else:
         kept = {} if strict else gather_full(state, keep=current.runtime().rank == 0)
@@ -94,7 +96,9 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> StateDict:
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer_state(model: nn.Module, optimizer: Any, saved: Path | StateDict, *, is_stage: bool = False) -> None:
+def load_optimizer_state(
+    model: nn.Module, optimizer: Any, saved: ShardFolder | StateDict, *, is_stage: bool = False
+) -> None:
     """Restore a state from a folder of shards, or from a full state that rank 0 has; every rank calls it.
 
     Args:
@@ -113,7 +117,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, saved: Path | StateDi
     parameters = (entry for group in plain.param_groups for entry in group["params"])
     by_name = dict(zip((name for group in here for name in group), parameters, strict=True))
     full: StateDict = {}
-    if isinstance(saved, Path):
+    if isinstance(saved, ShardFolder):
         shapes = shapes_in_folder(saved)
         if is_stage:
             for group in shapes["param_groups"]:
@@ -121,27 +125,27 @@ def load_optimizer_state(model: nn.Module, optimizer: Any, saved: Path | StateDi
         shapes["param_groups"] = _in_order(shapes["param_groups"], here)
     else:
         shapes, full = _shapes_at_rank0(saved, here)
-    _check_groups(here, shapes["param_groups"], saved if isinstance(saved, Path) else "optimizer.bin")
+    _check_groups(here, shapes["param_groups"], saved.path if isinstance(saved, ShardFolder) else "optimizer.bin")
     state: StateDict = {
         name: {field: _allocate_like(shape, by_name[name]) for field, shape in entry.items()}
         for name, entry in shapes["state"].items()
         if name in by_name
     }
-    if not isinstance(saved, Path):
+    if not isinstance(saved, ShardFolder):
         broadcast_state(state, full["state"])
     elif state:
         state = _load_shards({"state": state}, "optimizer", saved)["state"]
     plain.load_state_dict(by_position({"state": state, "param_groups": shapes["param_groups"]}))
 
 
-def shapes_in_folder(folder: Path) -> StateDict:
+def shapes_in_folder(folder: ShardFolder) -> StateDict:
     """Return the state in a folder of shards, with tensors without memory in place of its tensors."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = sharded.read_metadata(folder)
+    metadata = folder.metadata()
     paths = metadata.planner_data or {}
     keys = [key for key in metadata.state_dict_metadata if paths[key][1] == "param_groups"]
-    found = sharded.unflatten({key: paths[key][1:] for key in keys}, sharded.read_entries(folder, metadata, keys))
+    found = sharded.unflatten({key: paths[key][1:] for key in keys}, folder.read(metadata, keys))
     found["state"] = {}
     for key, entry in metadata.state_dict_metadata.items():
         _, part, name, *field = paths[key]
@@ -229,12 +233,12 @@ def _fsdp1_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDic
     return state
 
 
-def _load_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Path | StateDict) -> None:
+def _load_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer, saved: ShardFolder | StateDict) -> None:
     from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     state = _fsdp1_state(model, optimizer)
-    if isinstance(saved, Path):
+    if isinstance(saved, ShardFolder):
         state = _load_shards(state, "optimizer", saved)
     else:
         here = [list(group["params"]) for group in state["param_groups"]]
@@ -271,11 +275,23 @@ def write_shards(state: StateDict, key: str, folder: Path, group: dist.ProcessGr
         save({key: state}, storage_writer=FileSystemWriter(folder), process_group=group)
 
 
-def _load_shards(state: StateDict, key: str, folder: Path) -> StateDict:
+def _load_shards(state: StateDict, key: str, folder: ShardFolder) -> StateDict:
     """Return a state with the values that a folder has for it; its tensors are filled in place."""
     boxed = {key: state}
-    sharded.load_into(boxed, folder)
+    folder.load_into(boxed)
     return boxed[key]
+
+
+def _without_tensors(value: Any) -> Iterator[Any]:
+    """Return what a state holds beside tensors, on this rank or on all of them together."""
+    if isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _without_tensors(entry)
+    elif type(value) in (list, tuple):
+        for entry in value:
+            yield from _without_tensors(entry)
+    elif not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+        yield value
 
 
 # --- parts of a checkpoint -------------------------------------------------------------------------------------------
@@ -327,6 +343,8 @@ class ShardedPart(ABC):
                 folder.write_torch(self.file_name, payload)
             return
         target = folder.path / self.folder_name
+        if rank == 0:
+            warn_of_code(list(_without_tensors(payload)), self.name)
         write_shards(payload, self.key, target, folder.process_group)
         for file in sorted(target.glob(f"__{rank}_*")):
             folder.add_written(file)
@@ -336,8 +354,9 @@ class ShardedPart(ABC):
     def read(self, folder: Path, options: LoadOptions) -> Any:
         path = folder / self.folder_name
         if sharded.is_sharded(path):
-            self.check(path, sharded.read_metadata(path))
-            return path
+            shards = ShardFolder(path, options.allows_pickle)
+            self.check(path, shards.metadata())
+            return shards
         # A full state is sent from rank 0, so that the others need no memory for it.
         return self.read_file(folder, options) if current.runtime().rank == 0 else {}
 

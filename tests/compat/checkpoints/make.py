@@ -2,6 +2,7 @@
 
     python tests/compat/checkpoints/make.py
 
+With --own FOLDER it writes one checkpoint under this library, as `earlier` was written before it refused code in checkpoints.
 It also reads checkpoints that this library wrote, and prints what it found there as JSON:
 
     python tests/compat/checkpoints/make.py --read FOLDER
@@ -13,6 +14,7 @@ import argparse
 import json
 import random
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +30,24 @@ HERE = Path(__file__).resolve().parent
 class Counter:
     """A registered object."""
 
-    def __init__(self, value: int = 0) -> None:
+    def __init__(self, value: int = 0, kept: Any = None) -> None:
         self.value = value
+        self.kept = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        return {"value": self.value}
+        return {"value": self.value} | ({} if self.kept is None else {"kept": self.kept})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state."""
         self.value = state_dict["value"]
+        self.kept = state_dict.get("kept")
 
 
 class Run:
     """The objects of a small run, the same under both libraries."""
 
-    def __init__(self, stateful: bool = False, value: int = 0) -> None:
+    def __init__(self, stateful: bool = False, value: int = 0, kept: Any = None) -> None:
         torch.manual_seed(0)
         config = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True)
         self.accelerator = Accelerator(cpu=True, dataloader_config=config)
@@ -55,7 +59,7 @@ class Run:
             self.model, self.optimizer, self.schedule, self.loader
         )
         self.seen: list[list[float]] = []
-        self.counter = Counter(value)
+        self.counter = Counter(value, kept)
         self.accelerator.register_for_checkpointing(self.counter)
 
     def train(self, batches: int) -> None:
@@ -83,11 +87,15 @@ class Run:
         }
 
 
-def write(name: str, *, safe: bool, stateful: bool) -> None:
-    """Write one checkpoint and what it holds."""
+def write(name: str, *, safe: bool = True, stateful: bool = False, kept: Any = None) -> None:
+    """Write one checkpoint and what it holds.
+
+    Args:
+        kept: An object for the state of the registered one.
+    """
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
-    run = Run(stateful, value=5)
+    run = Run(stateful, value=5, kept=kept)
     run.train(2)
     run.accelerator.save_state(str(folder), safe_serialization=safe)
     facts = run.facts()
@@ -109,10 +117,14 @@ def read(folder: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--read")
+    parser.add_argument("--own")
     options = parser.parse_args()
     if options.read:
         read(options.read)
+    elif options.own:
+        write(options.own, kept=Fraction(1, 3))
     else:
-        write("safe", safe=True, stateful=False)
-        write("plain", safe=False, stateful=False)
-        write("stateful", safe=True, stateful=True)
+        write("safe")
+        write("plain", safe=False)
+        write("stateful", stateful=True)
+        write("pickled", kept=Fraction(1, 3))

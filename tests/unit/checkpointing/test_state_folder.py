@@ -45,10 +45,17 @@ def test_the_state_of_a_run_goes_through_a_folder_of_the_programs_own(tmp_path: 
         load_accelerator_state(written, [model], [], [], [], 0, map_location="moon")
 
 
-def test_an_object_goes_through_a_file(tmp_path: Path) -> None:
+def test_an_object_goes_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
-    held = SimpleNamespace(state_dict=lambda: {"kind": SimpleNamespace(a=1)}, load_state_dict=taken.append)
+    held = SimpleNamespace(state_dict=lambda: {"a": [1]}, load_state_dict=taken.append)
     save_custom_state(held, tmp_path, 2)
     assert [file.name for file in tmp_path.iterdir()] == ["custom_checkpoint_2.pkl"]
     load_custom_state(held, tmp_path, 2)
-    assert taken == [{"kind": SimpleNamespace(a=1)}]
+    assert taken == [{"a": [1]}]
+    held.state_dict = lambda: {"kind": SimpleNamespace(a=1)}
+    save_custom_state(held, tmp_path, 2)
+    with pytest.raises(RuntimeError, match="ACCELERATE_ALLOW_PICKLE=1"):
+        load_custom_state(held, tmp_path, 2)
+    monkeypatch.setenv("ACCELERATE_ALLOW_PICKLE", "1")
+    load_custom_state(held, tmp_path, 2)
+    assert taken[1:] == [{"kind": SimpleNamespace(a=1)}]

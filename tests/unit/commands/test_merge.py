@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.parts import by_position
-from accelerate.checkpointing.sharded import WholeTensors, read_whole, without_warnings_of_torch
+from accelerate.checkpointing.sharded import ShardFolder, WholeTensors, without_warnings_of_torch
 from accelerate.commands import accelerate_cli, merge
 from accelerate.utils import merge_fsdp_weights
 
@@ -80,7 +80,7 @@ def test_what_is_no_shards_is_refused(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_states_by_name_are_counted(checkpoint: Path) -> None:
-    state = by_position(read_whole(checkpoint / "optimizer_0")["optimizer"])
+    state = by_position(ShardFolder(checkpoint / "optimizer_0").read_whole()["optimizer"])
     assert state == {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"params": [0]}]}
     assert by_position(state) == state
 

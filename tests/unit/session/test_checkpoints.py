@@ -181,10 +181,10 @@ class Counter:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "kind": Counter}
+        return {"value": self.value, "kind": "counter"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["kind"] is Counter
+        assert state["kind"] == "counter"
         self.value = state["value"]
 
 

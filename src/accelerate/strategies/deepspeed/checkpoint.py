@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 import logging
-import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from accelerate._base.imports import require
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import WINDOW
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed, read_torch
+from accelerate.checkpointing.torch_files import trust, warn_of_code
 from accelerate.collectives.base import communicator
 from accelerate.strategies.deepspeed.engine import is_training_engine
 
@@ -59,6 +59,7 @@ class EnginePart:
         self.folder_name = indexed(constants.MODEL_NAME, index, "")
         self.options = dict(options or {})
         self._keywords: Mapping[str, Any] = {}
+        self._reader = _Reader()
         self._converted: tempfile.TemporaryDirectory[str] | None = None
         """What the first rank has converted; it goes with this part, if it was not used."""
 
@@ -77,6 +78,8 @@ class EnginePart:
             )
         tag = str(self.options.get("tag") or f"global_step{engine.global_steps}")
         client_state = {**self.options.get("client_state", {}), _OWN: {"groups": _group_values(engine)}}
+        if engine.global_rank == 0:
+            warn_of_code(client_state, self.name)
         files = _Collector()
         with _replaced(engine, checkpoint_engine=files, _copy_recovery_script=lambda path: None):
             engine.save_checkpoint(
@@ -104,6 +107,7 @@ class EnginePart:
             CheckpointError: If they are not there, of another engine, or DeepSpeed cannot convert them.
         """
         self._keywords = options.model_kwargs
+        self._reader = _Reader(options.allows_pickle)
         tag, needs_conversion, error = "", False, None
         try:
             tag, needs_conversion = self._inspect(folder, options)
@@ -128,7 +132,12 @@ class EnginePart:
                 "as it was saved, or load the weights alone with load_checkpoint_in_model before prepare()."
             )
         tag = latest.read_text(encoding="utf-8").strip()
-        facts = read_facts(own / tag)
+        if Path(tag).name != tag or tag in ("", ".."):
+            raise CheckpointError(
+                f"{str(latest)!r} names {tag!r}, which is not the name of a folder beside it, so it is broken. Use another "
+                "checkpoint."
+            )
+        facts = read_facts(own / tag, self._reader)
         facts.check(self.engine, own)
         if facts.num_shards in (None, self.engine.seq_dp_world_size):
             return tag, False
@@ -147,7 +156,7 @@ class EnginePart:
         if ranks.rank == 0:
             try:
                 self._converted = tempfile.TemporaryDirectory(prefix=".universal-", dir=source.parents[2])
-                _to_universal(source, Path(self._converted.name))
+                _to_universal(source, Path(self._converted.name), self._reader)
                 found = [self._converted.name]
             except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
                 found = [error]
@@ -165,7 +174,7 @@ class EnginePart:
         strict = self._keywords.get("load_module_strict", self._keywords.get("strict", True))
         try:
             with (
-                _replaced(engine, checkpoint_engine=_Reader()),
+                _replaced(engine, checkpoint_engine=self._reader),
                 _replaced(engine._config, load_universal_checkpoint=universal),
             ):
                 path, client_state = engine.load_checkpoint(
@@ -261,29 +270,25 @@ class _Collector:
 
 
 class _Reader(_Collector):
-    """Stand in the place of what reads the engine's files, and run nothing that is in them."""
+    """Stand in the place of what reads the engine's files, and run nothing that is in them.
 
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of a file."""
-        return read_file(Path(path), map_location)
-
-
-def read_file(path: Path, map_location: Any = "cpu") -> Any:
-    """Return the content of one of DeepSpeed's files, which may hold tensors, plain values and DeepSpeed's own settings.
-
-    Raises:
-        CheckpointError: If it cannot be read, or holds anything else.
+    Args:
+        allows_pickle: Somebody asked for it by name that files run code while they are read.
     """
-    try:
-        with torch.serialization.safe_globals(_known_classes()):
-            return torch.load(path, map_location=map_location, weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{str(path)!r} is missing: the checkpoint is not whole. Use another one.") from error
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}): it is broken, or it holds "
-            "objects that are not loaded for safety. Use another checkpoint."
-        ) from error
+
+    def __init__(self, allows_pickle: bool = False) -> None:
+        super().__init__()
+        self.allows_pickle = allows_pickle
+
+    def load(self, path: str | Path, map_location: Any = "cpu") -> Any:
+        """Return the content of a file, which may hold tensors, plain values and DeepSpeed's own settings.
+
+        Raises:
+            CheckpointError: If it cannot be read, or holds anything else.
+        """
+        options = LoadOptions(load_kwargs={"weights_only": not self.allows_pickle})
+        with trust(_known_classes()):
+            return read_torch(Path(path), options, map_location=map_location)
 
 
 def _known_classes() -> list[Any]:
@@ -325,7 +330,7 @@ class EngineFacts:
             )
 
 
-def read_facts(folder: Path) -> EngineFacts:
+def read_facts(folder: Path, reader: _Reader) -> EngineFacts:
     """Return what the files in a folder say of the engine that wrote them.
 
     Raises:
@@ -334,17 +339,17 @@ def read_facts(folder: Path) -> EngineFacts:
     models = sorted(folder.glob("*model_states.pt"))
     if not models:
         raise CheckpointError(f"{str(folder)!r} has no weights of DeepSpeed. Use another checkpoint.")
-    state = read_file(models[0], "meta")
+    state = reader.load(models[0], "meta")
     config = state.get("ds_config") or {}
     stage = int((config.get("zero_optimization") or {}).get("stage", 0))
     return EngineFacts(stage, int(state["dp_world_size"]) if stage else None)
 
 
-def _to_universal(source: Path, target: Path) -> None:
+def _to_universal(source: Path, target: Path, reader: _Reader) -> None:
     """Write the files of an engine in the layout that any number of processes reads."""
     # DeepSpeed reads them with pickle: not before they are known to hold nothing else than it wrote.
     for path in sorted(source.glob("*.pt")):
-        read_file(path, "meta")
+        reader.load(path, "meta")
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target / _UNIVERSAL),

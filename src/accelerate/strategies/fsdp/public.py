@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._base.errors import AccelerateError, ConfigurationError
 from accelerate._base.imports import require
+from accelerate.checkpointing.parts import LoadOptions, read_torch
+from accelerate.checkpointing.sharded import ShardFolder
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.offload.tensors import find_tied_parameters, retie_parameters
 from accelerate.parallel.compile import checkpoint_blocks
@@ -177,11 +179,11 @@ class _StateFiles:
             if _rank() == 0:
                 _save(full, self.full)
 
-    def read(self) -> Path | StateDict:
+    def read(self) -> ShardFolder | StateDict:
         """Return the folder of shards, or the full state on the first rank; nothing of it on the others."""
         if self.kind == SHARDED:
             # A folder that a user gives may be that of the state itself.
-            return self.shards if self.shards.is_dir() else self.folder
+            return ShardFolder(self.shards if self.shards.is_dir() else self.folder)
         return _load(self.full) if _rank() == 0 else {}
 
 
@@ -207,7 +209,7 @@ def _load(path: Path) -> StateDict:
             f"There is no file {str(path)!r}: the checkpoint was saved with another state dict type, or elsewhere. "
             "Set `state_dict_type` of the plugin to the one that it was saved with."
         )
-    loaded: StateDict = torch.load(path, map_location="cpu", weights_only=True)
+    loaded: StateDict = read_torch(path, LoadOptions())
     return loaded
 
 

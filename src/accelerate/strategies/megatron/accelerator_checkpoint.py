@@ -27,6 +27,7 @@ from accelerate._base.untrusted import parse_json, read_limited, shown
 from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, Part, read_torch
+from accelerate.checkpointing.sharded import ShardFolder
 from accelerate.runtime import current
 from accelerate.strategies.megatron.accelerator_optimizer import EngineOptimizer
 from accelerate.strategies.megatron.engine import MegatronEngine
@@ -163,7 +164,11 @@ class MegatronOptimizerPart(ShardedPart):
                 "no_save_optim was set. Write MegatronLMPlugin(no_load_optim=True) to begin with a new state."
             )
         _check_backends(path)
-        # Read here too: megatron-core leaves it to torch's settings whether objects that run code are loaded.
+        # Read here too: megatron-core reads with code what is no tensor.
+        shards = ShardFolder(path, options.allows_pickle)
+        metadata = shards.metadata()
+        others = [key for key, entry in metadata.state_dict_metadata.items() if not hasattr(entry, "size")]
+        shards.read(metadata, others)
         self._check(path, read_torch(path / _COMMON, options, map_location="cpu").get(_FACTS, {}))
         return path
 

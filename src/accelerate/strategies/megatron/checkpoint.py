@@ -11,9 +11,9 @@ import torch
 
 from accelerate._base.constants import OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
-from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, Part, Prepared, read_weights
+from accelerate.checkpointing.sharded import ShardFolder, is_sharded
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.strategies.megatron.engine import MegatronEngine
 from accelerate.strategies.megatron.weights import Layout
@@ -53,9 +53,10 @@ class PiecesPart(ShardedPart):
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         path = folder / self.folder_name
-        if sharded.is_sharded(path):
-            self.check(path, sharded.read_metadata(path))
-            return path
+        if is_sharded(path):
+            shards = ShardFolder(path, options.allows_pickle)
+            self.check(path, shards.metadata())
+            return shards
         if self.carried.map is None:
             raise CheckpointError(
                 f"{str(folder)!r} has no {self.folder_name!r}: it was not saved under Megatron, and the model here was built "
@@ -82,9 +83,9 @@ class PiecesPart(ShardedPart):
 
     def restore(self, payload: Any) -> None:
         weights = self.carried.weights
-        if isinstance(payload, Path):
+        if isinstance(payload, ShardFolder):
             state = {self.key: dict(weights.state())}
-            sharded.load_into(state, payload)
+            payload.load_into(state)
             weights.load_parts(state[self.key])
             return
         assert self.carried.map is not None
@@ -137,19 +138,20 @@ class PiecesOptimizerPart(ShardedPart):
         if self.engine.plugin.no_load_optim:
             return None
         path = folder / self.folder_name
-        if not sharded.is_sharded(path):
+        if not is_sharded(path):
             raise CheckpointError(
                 f"{str(folder)!r} has no {self.folder_name!r}: its optimizer was not saved under Megatron, or no_save_optim was "
                 "set. Write MegatronLMPlugin(no_load_optim=True) to begin with a new state."
             )
         here = self._groups(self._layouts())
-        there = shapes_in_folder(path)["param_groups"]
+        shards = ShardFolder(path, options.allows_pickle)
+        there = shapes_in_folder(shards)["param_groups"]
         if [set(group["params"]) for group in here] != [set(group["params"]) for group in there]:
             raise CheckpointError(
                 f"{str(path)!r} is of an optimizer with other groups of parameters, or of another model. Build both as they "
                 "were when it was saved."
             )
-        return path
+        return shards
 
     def restore(self, payload: Any) -> None:
         if payload is None:
@@ -166,7 +168,7 @@ class PiecesOptimizerPart(ShardedPart):
                 state[name] = {field: _room(shape, piece) for field, shape in saved.items()}
         boxed = {self.key: {"state": {name: entry for name, entry in state.items() if entry}}}
         if boxed[self.key]["state"]:
-            sharded.load_into(boxed, payload)
+            payload.load_into(boxed)
         loaded = boxed[self.key]["state"]
         for parameter in parameters:
             layout = layouts[id(parameter)]
