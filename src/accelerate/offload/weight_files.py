@@ -112,10 +112,8 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
     import torch
 
     try:
-        check_regular(path)
         # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
-        mapped = zipfile.is_zipfile(path)
-        (_check_archive if mapped else _check_old_file)(path)
+        mapped = check_torch_file(path)
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped), mapped
     except ConfigurationError:
         raise
@@ -125,6 +123,19 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
             "not such a file. Save or download it again, or give a file with a dictionary of tensors, or one in the "
             "safetensors format."
         ) from error
+
+
+def check_torch_file(path: Path) -> bool:
+    """Refuse a file that `torch.load` would wait for, or take all time or memory for; return whether it is an archive.
+
+    Raises:
+        ConfigurationError: If it is no file, or packed.
+        Exception: Whatever broken bytes make the readers of archives and pickles raise.
+    """
+    check_regular(path)
+    is_archive = zipfile.is_zipfile(path)
+    (_check_archive if is_archive else _check_old_file)(path)
+    return is_archive
 
 
 def _check_archive(path: Path) -> None:
