@@ -1,6 +1,6 @@
 """Feed every target with generated inputs, by hypothesis and by atheris, and keep those that find something.
 
-    python -m tests.hostile.fuzz --inputs 1000000 --seconds 1500
+    python -m tests.hostile.fuzz --inputs 1000000 --seconds 2400
 
 Each target runs in a process of its own, with a limit of memory and of time for each input. What a target neither takes nor
 refuses by a clear error goes to its folder of the corpus, which the tests replay.
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -133,49 +133,47 @@ def work(name: str, count: int, seconds: float, found: Path) -> None:
         found: A folder that gets the inputs which reach new code.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
+    # Removed by whoever started this process: libFuzzer ends it on the spot.
+    folder, seeds = found.with_suffix(".files"), found.with_suffix(".seeds")
+    folder.mkdir()
+    seeds.mkdir()
+    os.environ["HF_HOME"] = str(folder)
     try:
         import atheris
-    except ImportError:
+    except ImportError:  # no wheel for this system: hypothesis makes all inputs
         atheris = None
-    with scratch() as folder:
-        seeds = folder / "seeds"
-        seeds.mkdir()
-        os.environ["HF_HOME"] = str(folder)
-        if atheris is None:
-            from tests.hostile.targets import TARGETS, is_refused
-        else:
-            with atheris.instrument_imports(include=["accelerate"], enable_loader_override=False):
-                from tests.hostile.targets import TARGETS, is_refused
+    with nullcontext() if atheris is None else atheris.instrument_imports(include=["accelerate"]):
+        from tests.hostile.targets import TARGETS, is_refused
 
-                for warm_up in (b"", b"{}", b"\1{}"):  # a target imports what it needs
-                    is_refused(TARGETS[name], warm_up, folder)
-        refused = 0
+        for warm_up in (b"", b"{}", b"\1{}"):  # a target imports what it needs
+            is_refused(TARGETS[name], warm_up, folder)
 
-        def use(data: bytes) -> None:
-            nonlocal refused
-            if len(list_of_seeds) < _SEEDS and len(data) <= _LONGEST:
-                list_of_seeds.append(data)
-            refused += is_refused(TARGETS[name], data, folder)
+    def feed(data: bytes) -> bool:
+        return is_refused(TARGETS[name], data, folder)
 
-        list_of_seeds: list[bytes] = []
-        share = count if atheris is None else min(_MOST_GENERATED, count // 5)
-        generated = generate(name, share, seconds if atheris is None else seconds / 3, use)
-        print(f"GENERATED {generated} REFUSED {refused}", flush=True)
-        if atheris is None or count <= generated:
-            return
-        for number, data in enumerate(list_of_seeds):
-            (seeds / str(number)).write_bytes(data)
+    refused = 0
+    kept: list[bytes] = []
 
-        def feed(data: bytes) -> None:
-            is_refused(TARGETS[name], data, folder)
+    def feed_generated(data: bytes) -> None:
+        nonlocal refused
+        if len(kept) < _SEEDS and len(data) <= _LONGEST:
+            kept.append(data)
+        refused += feed(data)
 
-        left = max(1, int(seconds - time.process_time()))
-        options = [f"-runs={count - generated}", f"-max_total_time={left}", f"-timeout={SECONDS_FOR_ONE}"]
-        options += [f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-print_final_stats=1"]
-        options += [f"-artifact_prefix={found}/finding-"]
-        known = [str(CORPUS / name)] if (CORPUS / name).is_dir() else []
-        atheris.Setup([sys.argv[0], *options, str(found), *known, str(seeds)], feed)
-        atheris.Fuzz()
+    share = count if atheris is None else min(_MOST_GENERATED, count // 5)
+    generated = generate(name, share, seconds if atheris is None else seconds / 3, feed_generated)
+    print(f"GENERATED {generated} REFUSED {refused}", flush=True)
+    if atheris is None or count <= generated:
+        return
+    for number, data in enumerate(kept):
+        (seeds / str(number)).write_bytes(data)
+    left = max(1, int(seconds - time.process_time()))
+    options = [f"-runs={count - generated}", f"-max_total_time={left}", f"-timeout={SECONDS_FOR_ONE}"]
+    options += [f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-print_final_stats=1"]
+    options += [f"-artifact_prefix={found}/finding-"]
+    known = [str(CORPUS / name)] if (CORPUS / name).is_dir() else []
+    atheris.Setup([sys.argv[0], *options, str(found), *known, str(seeds)], feed)
+    atheris.Fuzz()
 
 
 # --- all targets ------------------------------------------------------------------------------------------------------------
@@ -207,7 +205,8 @@ def run_target(name: str, count: int, seconds: float, found: Path) -> Outcome:
     arguments = ["--worker", name, "--inputs", str(count), "--seconds", str(seconds), "--found", str(folder)]
     begin = time.monotonic()
     with (found / f"{name}.log").open("w+", errors="replace") as log:
-        process = subprocess.Popen([sys.executable, "-m", "tests.hostile.fuzz", *arguments], stdout=log, stderr=log)
+        command = [sys.executable, "-m", "tests.hostile.fuzz", *arguments]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=CORPUS.parents[2])
         try:
             code = process.wait(seconds + 120)
         except subprocess.TimeoutExpired:
@@ -250,7 +249,7 @@ def run_all(names: list[str], inputs: int, seconds: float, jobs: int, found: Pat
             if outcomes[-1].log:
                 print(outcomes[-1].log, flush=True)
             for path in outcomes[-1].findings:
-                print(f"  kept as {path.relative_to(Path.cwd())}", flush=True)
+                print(f"  kept as {path.relative_to(CORPUS.parents[2])}", flush=True)
     return outcomes
 
 
@@ -267,7 +266,7 @@ def minimise(names: list[str], found: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=1_000_000, help="How many in all; %(default)s if not given.")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="How long at most; %(default)s if not given.")
+    parser.add_argument("--seconds", type=float, default=2400.0, help="How long at most; %(default)s if not given.")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="Processes at the same time.")
     parser.add_argument("--targets", nargs="*", help="All if not given.")
     parser.add_argument("--keep", action="store_true", help="Add inputs that reach new code to the corpus.")

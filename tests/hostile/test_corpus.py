@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.hostile import fuzz
 from tests.hostile.fuzz import CORPUS, SUFFIX, limits
 from tests.hostile.inputs import INPUTS
 from tests.hostile.targets import TARGETS, is_refused
+
+from accelerate._base.errors import ConfigurationError
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +47,23 @@ def test_generated_inputs_are_taken_or_refused(name: str, tmp_path: Path) -> Non
 
     feed()
     assert answers == {True, False}  # inputs that are all right or all wrong would say little
+
+
+def test_what_is_neither_taken_nor_refused_is_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(data: bytes, folder: Path) -> None:
+        raise KeyError(data)
+
+    def hanging(data: bytes, folder: Path) -> None:
+        while True:
+            pass
+
+    def unprintable(data: bytes, folder: Path) -> None:
+        raise ConfigurationError("\ud800")
+
+    with pytest.raises(KeyError):
+        is_refused(broken, b"x", tmp_path)
+    with pytest.raises(UnicodeEncodeError):
+        is_refused(unprintable, b"x", tmp_path)
+    monkeypatch.setattr(fuzz, "SECONDS_FOR_ONE", 0.05)
+    with pytest.raises(fuzz.TooSlow), limits():
+        is_refused(hanging, b"x", tmp_path)
