@@ -80,7 +80,8 @@ def json_config(data: bytes, folder: Path) -> None:
 def _config(path: Path, data: bytes) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
-    from accelerate.config.files import load_text, read_config_file
+    from accelerate.config.file_text import load_text
+    from accelerate.config.files import read_config_file
 
     path.write_bytes(data)
     in_turn(

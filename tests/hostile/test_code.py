@@ -12,7 +12,8 @@ import torch
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import deepspeed
-from accelerate.config.files import load_text, read_config_file
+from accelerate.config.file_text import load_text
+from accelerate.config.files import read_config_file
 from accelerate.config.sections.registry import options
 from accelerate.offload.estimate import read_tensors
 from accelerate.offload.store import OffloadedWeightsLoader, load_state_dict

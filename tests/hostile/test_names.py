@@ -15,7 +15,6 @@ from torch import nn
 
 from accelerate import disk_offload, dispatch_model, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate._base.errors import AccelerateError, CheckpointError, ConfigurationError
-from accelerate._base.untrusted import number_in, path_inside, shown
 from accelerate.checkpointing.catalog import catalog, inspect, newest_valid
 from accelerate.checkpointing.files import FileRecord
 from accelerate.checkpointing.manifest import Manifest, finish_publish
@@ -44,31 +43,6 @@ def surroundings(tmp_path: Path) -> Path:
         (tmp_path / name).write_text("mine")
     (tmp_path / "inside").mkdir()
     return tmp_path
-
-
-class TestPathInside:
-    @pytest.mark.parametrize("name", [*OUTSIDE, *NO_NAMES])
-    def test_what_leads_out_or_is_no_name_is_refused(self, name: Any) -> None:
-        with pytest.raises(
-            ConfigurationError, match=r"^The index names the file .*What a file names must lie in 'folder'"
-        ):
-            path_inside(Path("folder"), name, "The index")
-
-    @pytest.mark.parametrize("name", ["a", "a/b.c", ".hidden/a", "a..b", "...", "a b", "ü", "a\\b", "12:30"])
-    def test_what_stays_is_taken(self, name: str) -> None:
-        assert path_inside(Path("folder"), name, "The index") == Path("folder") / name
-
-    def test_values_are_shown_briefly(self) -> None:
-        nested: list[Any] = []
-        for _ in range(5000):
-            nested = [nested]
-        assert shown(nested) == "a value of type list"
-        assert shown(10**5000) == "a value of type int"
-        assert len(shown("x" * 10000)) < 300
-
-    def test_numbers_in_texts(self) -> None:
-        assert [number_in(text) for text in ("12", "007", "0", "000", "1000000000")] == [12, 7, 0, 0, 10**9]
-        assert [number_in(text) for text in ("", "-1", "x", "1000000001", "9" * 5000, "0" * 5000 + "x")] == [None] * 6
 
 
 class TestWeightIndexes:

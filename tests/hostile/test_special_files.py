@@ -16,7 +16,7 @@ from tests.support.checkpoints import write_checkpoint
 from accelerate._base.errors import ConfigurationError
 from accelerate.checkpointing.catalog import inspect
 from accelerate.checkpointing.files import FileProblem, FileRecord, checksum
-from accelerate.config.files import load_text
+from accelerate.config.file_text import load_text
 from accelerate.offload.estimate import read_tensors
 from accelerate.offload.safetensors_format import read_header
 from accelerate.offload.store import OffloadedWeightsLoader, checkpoint_files, load_state_dict, open_weights_file

@@ -14,7 +14,8 @@ from accelerate._base.helpers import warn_once
 from accelerate._base.untrusted import shown
 from accelerate.commands import command_parser
 from accelerate.config.cli import spellings
-from accelerate.config.files import load_text, place_to_write, write_text
+from accelerate.config.file_text import load_text
+from accelerate.config.files import place_to_write, write_text
 
 __all__ = [
     "ARGUMENT_KEY_MAPPING",

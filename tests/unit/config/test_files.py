@@ -14,7 +14,8 @@ from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMake
 from accelerate._base.errors import ConfigurationError
 from accelerate.commands.config.default import write_basic_config
 from accelerate.config.cluster_config import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.config.files import SAGEMAKER_KEYS, known_keys, load_text, read_config_file, section_keys
+from accelerate.config.file_text import load_text
+from accelerate.config.files import SAGEMAKER_KEYS, known_keys, read_config_file, section_keys
 from accelerate.config.sections.registry import SECTIONS, options
 
 BASE: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
