@@ -45,6 +45,7 @@ PLACES = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+_MOST_CHARACTERS = 1_000_000
 HALF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 """The half precision of DeepSpeed's that each of ours turns on."""
 
@@ -102,7 +103,9 @@ def read(given: Any) -> tuple[dict[str, Any], str]:
     if text.lstrip().startswith(("{", "[")):
         return _parse(text, given), "hf_ds_config"
     try:
-        return _parse(Path(text).read_text(encoding="utf-8"), given), text
+        with Path(text).open(encoding="utf-8") as file:
+            found = file.read(_MOST_CHARACTERS + 1)
+        return _parse(found, given), text
     except IsADirectoryError as error:
         raise unreadable(given, "it is a folder", "Write the path of a JSON file in it") from error
     except ConfigurationError:
@@ -135,6 +138,10 @@ def _parse(text: str, given: Any) -> dict[str, Any]:
             raise unreadable(given, f"the entry {double!r} stands in it twice", "Remove one of the two")
         return dict(pairs)
 
+    if len(text) > _MOST_CHARACTERS:
+        raise unreadable(
+            given, f"it has more than {_MOST_CHARACTERS} characters", "Write the path of a JSON file of entries"
+        )
     try:
         config = parse_json(text, unique)
         check_nesting(config)

@@ -16,6 +16,8 @@ AUTO = "auto"
 TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH_SIZES = (TOTAL, MICRO, ACCUMULATION)
 MISSING: Any = object()
+# To look for what each name is near to takes a millisecond.
+_MOST_UNKNOWN = 100
 
 
 def look_up(config: Any, name: str, default: Any = None) -> Any:
@@ -252,8 +254,9 @@ def _example(section: str) -> str:
 
 def _misspelt(section: Mapping[str, Any], prefix: str, known: tuple[str, ...]) -> Iterator[str]:
     """Yield names that are near a known one; others may belong to another version of DeepSpeed."""
-    for name, value in section.items():
-        near = [] if name in known else difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
+    unknown = [(name, value) for name, value in section.items() if name not in known]
+    for name, value in unknown[:_MOST_UNKNOWN]:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
         if near and near[0] not in section:
             shown = f"={value!r}" if not isinstance(value, Mapping) else ""
             yield f"{prefix}{name}{shown} is no entry of DeepSpeed's. Write '{near[0]}', if that is meant."
