@@ -5,6 +5,7 @@
 #   make test-xla the tests of XLA devices, on torch_xla's CPU runtime in an environment of its own (7 GB)
 #   make test-oldest-torch   the unit tests on the oldest torch that pyproject.toml allows, in the same environment
 #   make test-cpu-adam   the tests of DeepSpeed's own Adam, which is compiled for some minutes the first time
+#   make fuzz     a million generated inputs for everything that reads files and variables of others, in about 15 minutes
 #   make quick    lint of the files that changed, and the unit tests, in about three minutes
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
 #   make coverage the lines that no test reaches, as a report and in htmlcov/, and what runs on an accelerator
@@ -36,7 +37,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-xla test-oldest-torch test-cpu-adam quick check coverage device-coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-xla test-oldest-torch test-cpu-adam fuzz quick check coverage device-coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -102,6 +103,12 @@ test-oldest-torch: $(XLA_VENV)/.tests
 
 test-cpu-adam: $(VENV)/.dev
 	ACCELERATE_TEST_CPU_ADAM=1 $(PYTEST) tests/multiprocess/test_deepspeed_cpu_adam.py
+
+# Inputs that find something are kept in tests/hostile/corpus, which the tests replay.
+FUZZ_INPUTS ?= 1000000
+FUZZ_SECONDS ?= 2400
+fuzz: $(VENV)/.dev
+	$(TEST_ENVIRONMENT) $(BIN)/python -m tests.hostile.fuzz --inputs $(FUZZ_INPUTS) --seconds $(FUZZ_SECONDS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

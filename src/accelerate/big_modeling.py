@@ -31,7 +31,7 @@ from accelerate.offload import quantised
 from accelerate.offload.loading import load_checkpoint_in_model
 from accelerate.offload.places import DISK, META, Place, as_device, check_device_map, flatten_device_map
 from accelerate.offload.plan import auto_device_map
-from accelerate.offload.store import OffloadedWeightsLoader, has_offload_index, offload_state_dict
+from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
 from accelerate.offload.stored import FilePath
 from accelerate.offload.tensors import (
     TiedCache,
@@ -41,6 +41,7 @@ from accelerate.offload.tensors import (
     set_module_tensor_to_device,
     tied_cache,
 )
+from accelerate.offload.weight_files import has_offload_index
 from accelerate.runtime.torch_private import parameter_registration_hooks
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Callable, Container, Sequence
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from accelerate._base.constants import RNG_STATE_NAME
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate._base.helpers import Choice
+from accelerate._base.untrusted import parse_json, read_limited
 from accelerate.checkpointing.manifest import MANIFEST, Manifest, finish_publish, is_own_file, is_pending
 from accelerate.runtime import atomic
 
@@ -124,15 +124,17 @@ def is_checkpoint(folder: Path) -> bool:
 
 def inspect(folder: Path, checksums: bool = False) -> CheckpointInfo:
     """Return what is known of a checkpoint; one that a killed save left half in place is put in place first."""
-    finish_publish(folder)
     manifest: Manifest | None = None
     try:
+        finish_publish(folder)
         manifest = Manifest.read(folder)
         if manifest is not None:
             problem = "; ".join(map(str, manifest.problems(folder, checksums=checksums))) or None
         else:
             problem = _problem_without_manifest(folder)
-    except CheckpointError as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, CheckpointError) as error:
         problem = str(error)
     is_valid = problem is None
     size = 0
@@ -193,9 +195,9 @@ def _problem_without_manifest(folder: Path) -> str | None:
                 with safe_open(file, framework="numpy"):
                     pass  # its header is checked
             elif file.suffix == ".json":
-                json.loads(file.read_text(encoding="utf-8"))
+                parse_json(read_limited(file))
             elif not zipfile.is_zipfile(file):
                 return f"{file.name}: it is not a whole torch file"
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
             return f"{file.name}: it cannot be opened ({error})"
     return None if files else "it holds no file of a checkpoint"

@@ -23,9 +23,9 @@ from accelerate.offload.store import (
     OffloadedWeight,
     OffloadedWeightsLoader,
     offloaded_weights,
-    save_offload_index,
     scales_name,
 )
+from accelerate.offload.weight_files import save_offload_index
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy
 
 from accelerate._base import pages
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import check_regular, is_whole, path_inside, shown
 from accelerate.offload.safetensors_format import write_safetensors
 from accelerate.runtime.atomic import sync
 
@@ -46,11 +48,23 @@ _OVERLAP_FROM = 2**20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint: its path in the folder, its size in bytes and the checksum of its bytes."""
+    """A file of a checkpoint: its path in the folder, its size in bytes and the checksum of its bytes.
+
+    Raises:
+        ConfigurationError: (a ValueError) if the path leads out of the folder, or the others are no size and no checksum.
+    """
 
     name: str
     size: int
     checksum: str
+
+    def __post_init__(self) -> None:
+        path_inside(Path(), self.name, "A manifest")
+        if not is_whole(self.size) or not isinstance(self.checksum, str):
+            raise ConfigurationError(
+                f"A manifest gives {shown(self.name)} the size {shown(self.size)} and the checksum {shown(self.checksum)}, "
+                "and one of them cannot be. Use another checkpoint."
+            )
 
     @classmethod
     def of(cls, file: Path, folder: Path) -> FileRecord:
@@ -66,13 +80,15 @@ class FileRecord:
         """
         path = folder / self.name
         try:
-            size = path.stat().st_size
+            size = check_regular(path).st_size
             if size != self.size:
                 return FileProblem(self.name, f"it has {size} bytes instead of {self.size}")
             if checksums and checksum(path) != self.checksum:
                 return FileProblem(self.name, "its bytes have changed since it was written (checksum)")
         except FileNotFoundError:
             return FileProblem(self.name, "it is missing")
+        except ConfigurationError:
+            return FileProblem(self.name, "it is no file")
         except OSError as error:
             return FileProblem(self.name, f"it cannot be read ({error.strerror})")
         return None

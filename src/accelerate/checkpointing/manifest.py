@@ -9,13 +9,14 @@ import shutil
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError
+from accelerate._base.untrusted import is_whole, parse_json, read_limited, shown
 from accelerate.checkpointing.files import FileProblem, FileRecord
 from accelerate.runtime import atomic
 
@@ -40,6 +41,8 @@ _OWN_FILE = re.compile(
     rf"(?:{'|'.join(_STEMS)})(?:_\d+)?(?:_rank\d+)?\.(?:bin|pkl|pt|safetensors)"
     rf"|{constants.SCALER_NAME}|{PROGRESS}|{re.escape(MANIFEST)}"
 )
+# The year 9999, after which the calendar of Python has no dates.
+_END_OF_TIME = 253402300800
 _PENDING = f"{atomic.HIDDEN}sealed"
 """The folder of new files that are decided to be the checkpoint, inside the folder of the old one."""
 
@@ -100,24 +103,37 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["version"] > VERSION:
-                raise ValueError(f"it has version {found['version']}, and this release reads up to {VERSION}")
-            return cls(
-                files=tuple(FileRecord(**record) for record in found["files"]),
-                world_size=found["world_size"],
-                facts=Facts(**found["facts"]),
-                created=found["created"],
-                versions=found["versions"],
-                version=found["version"],
-            )
+            return cls._from_json(parse_json(read_limited(path)))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{str(path)!r} cannot be read ({type(error).__name__}: {error}), so nobody knows whether the checkpoint "
                 "is whole. Use another checkpoint, or remove this file to load the others unverified."
             ) from error
+
+    @classmethod
+    def _from_json(cls, found: Any) -> Manifest:
+        if found["version"] > VERSION:
+            raise ValueError(f"it has version {found['version']}, and this release reads up to {VERSION}")
+        created, versions = found["created"], found["versions"]
+        facts = {entry.name: found["facts"].get(entry.name, 0) for entry in fields(Facts)}
+        numbers = {"version": found["version"], "world_size": found["world_size"], **facts}
+        for name, number in numbers.items():
+            if not is_whole(number):
+                raise ValueError(f"{name}={shown(number)} is no whole number from 0 on")
+        if type(created) not in (int, float) or not 0 <= created < _END_OF_TIME:
+            raise ValueError(f"it was made at {shown(created)}, which is no time")
+        if not isinstance(versions, dict) or not all(isinstance(text, str) for text in versions.values()):
+            raise ValueError(f"it has the versions {shown(versions)}, which are not names with texts")
+        return cls(
+            files=tuple(FileRecord(record["name"], record["size"], record["checksum"]) for record in found["files"]),
+            world_size=found["world_size"],
+            facts=Facts(**facts),
+            created=created,
+            versions=versions,
+            version=found["version"],
+        )
 
     def problems(
         self, folder: Path, *, checksums: bool, records: Iterable[FileRecord] | None = None
@@ -158,16 +174,33 @@ def is_pending(folder: Path) -> bool:
 
 
 def finish_publish(folder: Path) -> None:
-    """Move the files of a decided checkpoint into place, if there is one."""
+    """Move the files of a decided checkpoint into place, if there is one.
+
+    Raises:
+        CheckpointError: If it cannot be read, or its files would be moved from or to places outside of the folder.
+    """
     source = folder / _PENDING
     if not source.is_dir():
         return
     new = Manifest.read(source)
     if new is not None:
         files = {record.name for record in new.files}
+        stale = _files_of(folder) - files
+        _check_places(folder, [folder / name for name in files | stale] + [source / name for name in files])
         # The manifest last: until then the old one says which old files are still to go.
-        atomic.move_files(source, folder, files, stale=_files_of(folder) - files, last=MANIFEST)
+        atomic.move_files(source, folder, files, stale=stale, last=MANIFEST)
     shutil.rmtree(source, ignore_errors=True)
+
+
+def _check_places(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse to move or to remove files through a link to another place: a checkpoint is saved without such links."""
+    root = folder.resolve()
+    for place in {file.parent for file in files}:
+        if not place.resolve().is_relative_to(root):
+            raise CheckpointError(
+                f"{str(place)!r} is a link out of the checkpoint {str(folder)!r}, whose files are to be replaced: those of "
+                "another place would be lost. Remove the link, or use another checkpoint."
+            )
 
 
 def _files_of(folder: Path) -> set[str]:

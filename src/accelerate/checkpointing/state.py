@@ -428,7 +428,7 @@ def _find(source: Path, group: RankGroup) -> tuple[Manifest | None, Exception | 
     if group.leads:
         try:
             finish_publish(source)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             failure = error
     group.communicator.barrier()
     try:

@@ -18,7 +18,8 @@ from accelerate.commands import command_parser, run_as_program
 from accelerate.config import env
 from accelerate.config.cli import spellings
 from accelerate.config.cluster_config import load_config_from_file
-from accelerate.config.files import ConfigFileNotFoundError, current_default_file, default_config_file, read_config_file
+from accelerate.config.file_text import ConfigFileNotFoundError
+from accelerate.config.files import current_default_file, default_config_file, read_config_file
 from accelerate.devices.machine import detect
 from accelerate.devices.registry import (
     is_mlu_available,

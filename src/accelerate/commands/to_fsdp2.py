@@ -11,9 +11,11 @@ from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
+from accelerate._base.untrusted import shown
 from accelerate.commands import command_parser
 from accelerate.config.cli import spellings
-from accelerate.config.files import load_text, place_to_write, write_text
+from accelerate.config.file_text import load_text
+from accelerate.config.files import place_to_write, write_text
 
 __all__ = [
     "ARGUMENT_KEY_MAPPING",
@@ -104,12 +106,17 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 def _convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the new configuration, and a sentence for every change."""
-    section = config.get("fsdp_config") or {}
+    section: Any = config.get("fsdp_config") or {}
+    if not isinstance(section, dict):
+        raise ConfigurationError(
+            f"fsdp_config: {shown(section)} is a {type(section).__name__}, and it must hold keys of its own. Correct the "
+            "file, or make it with `accelerate config`."
+        )
     if not section:
         return config, ["There is no fsdp_config in this configuration, so nothing changes."]
     if str(section.get("fsdp_version", 1)) == "2":
         return config, ["This configuration is for version 2 of FSDP already, so nothing changes."]
-    new: dict[str, Any] = {}
+    new: dict[Any, Any] = {}
     notes: list[str] = []
     for key, value in section.items():
         if key == "fsdp_version":
@@ -120,15 +127,15 @@ def _convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         new_value = _value(key, value)
         if (kept, new_value) != (key, value):
-            shown = str(new_value).lower() if isinstance(new_value, bool) else new_value
-            notes.append(f"{key}: {value} becomes {kept}: {shown}.")
+            written = str(new_value).lower() if isinstance(new_value, bool) else new_value
+            notes.append(f"{key}: {value} becomes {kept}: {written}.")
         note = _VALUE_NOTES.get(str(value).upper())
         if note is not None and key in ARGUMENT_VALUE_MAPPING:
             notes.append(f"Note on {value}: {note}.")
         new[kept] = new_value
     new["fsdp_version"] = 2
     notes.append("fsdp_version becomes 2.")
-    return {**config, "fsdp_config": dict(sorted(new.items()))}, notes
+    return {**config, "fsdp_config": dict(sorted(new.items(), key=lambda entry: str(entry[0])))}, notes
 
 
 def _value(key: str, value: Any) -> Any:

@@ -17,7 +17,8 @@ from accelerate._base.constants import (
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import files
-from accelerate.config.files import ConfigFile, check, kind_of, load_text, write_text
+from accelerate.config.file_text import load_text
+from accelerate.config.files import ConfigFile, check, kind_of, write_text
 from accelerate.config.sections.registry import options
 
 if TYPE_CHECKING:

@@ -30,6 +30,14 @@ def missing_hostfile(given: str) -> ConfigurationError:
     )
 
 
+def unreadable_hostfile(given: str, error: Exception) -> ConfigurationError:
+    """Return the error for a hostfile that holds no text, or cannot be opened."""
+    return ConfigurationError(
+        f"The hostfile {given!r} cannot be read: {error}. Write a file with one host a line, or name the hosts themselves: "
+        "--mpirun_hostfile first-host,second-host."
+    )
+
+
 def empty_hostfile(config: RunConfig) -> ConfigurationError:
     """Return the error for a hostfile without a host."""
     return ConfigurationError(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import check_nesting, first_line, parse_json
 from accelerate.config.deepspeed_rules import (
     ACCUMULATION,
     AUTO,
@@ -43,8 +45,13 @@ PLACES = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+_MOST_CHARACTERS = 1_000_000
 HALF = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 """The half precision of DeepSpeed's that each of ours turns on."""
+
+
+EntryPath: TypeAlias = tuple[str, ...]
+"""The names of the sections around an entry, and its own."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,17 @@ def read(given: Any) -> tuple[dict[str, Any], str]:
     if text.lstrip().startswith(("{", "[")):
         return _parse(text, given), "hf_ds_config"
     try:
-        return _parse(Path(text).read_text(encoding="utf-8"), given), text
+        with Path(text).open(encoding="utf-8") as file:
+            found = file.read(_MOST_CHARACTERS + 1)
+        return _parse(found, given), text
     except IsADirectoryError as error:
         raise unreadable(given, "it is a folder", "Write the path of a JSON file in it") from error
+    except ConfigurationError:
+        raise
     except UnicodeDecodeError as error:
         raise unreadable(given, "the file holds no text", "Write the path of a JSON file") from error
+    except ValueError as error:  # a path with a zero in it
+        raise unreadable(given, f"it is no path ({error})", "Write the path of a JSON file") from error
     except OSError as error:
         decoded = _from_base64(text)
         if decoded is None:
@@ -119,17 +132,25 @@ def _from_base64(text: str) -> str | None:
 
 def _parse(text: str, given: Any) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        double = next((name for name in names if names.count(name) > 1), None)
+        names = Counter(name for name, _ in pairs)
+        double = next((name for name, count in names.items() if count > 1), None)
         if double is not None:
             raise unreadable(given, f"the entry {double!r} stands in it twice", "Remove one of the two")
         return dict(pairs)
 
+    if len(text) > _MOST_CHARACTERS:
+        raise unreadable(
+            given, f"it has more than {_MOST_CHARACTERS} characters", "Write the path of a JSON file of entries"
+        )
     try:
-        config = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        reason = f"it is no JSON, in line {error.lineno}, column {error.colno}: {error.msg}"
-        raise unreadable(given, reason, "Correct it there") from error
+        config = parse_json(text, unique)
+        check_nesting(config)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        place = f", in line {error.lineno}, column {error.colno}" if isinstance(error, JSONDecodeError) else ""
+        problem = error.msg if isinstance(error, JSONDecodeError) else first_line(error)
+        raise unreadable(given, f"it is no JSON{place}: {problem}", "Correct it there") from error
     if not isinstance(config, dict):
         raise unreadable(
             given, f"it holds a {type(config).__name__}", 'Write an object, such as {"zero_optimization": {}}'
@@ -140,18 +161,18 @@ def _parse(text: str, given: Any) -> dict[str, Any]:
 # --- looking up -------------------------------------------------------------------------------------------------------
 
 
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; a list is a value."""
+def _leaves(config: Mapping[str, Any], path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
+    """Yield the ways to all values, and the values; a list is a value."""
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _leaves(value, (*path, name))
         else:
-            yield f"{prefix}{name}", value
+            yield (*path, name), value
 
 
-def _put(config: dict[str, Any], name: str, value: Any) -> None:
-    """Set the value under a dotted name, or remove the entry."""
-    *path, last = name.split(".")
+def _put(config: dict[str, Any], way: EntryPath, value: Any) -> None:
+    """Set the value at the end of a way, or remove the entry."""
+    *path, last = way
     node = config
     for part in path:
         node = node[part]
@@ -245,13 +266,13 @@ def complete(
     facts = {name: fact for name, fact in facts.items() if not is_word(fact.value, (AUTO,))}
     final, origins, waiting = _fill(config, facts, place)
     faults = _contradictions(config, facts, place)
-    for name in waiting:
+    for name, path in waiting.items():
         if name in _NEEDED or not _has_default(name):
             faults.append(
                 f"{name}='auto', and nothing gives its value. {_NEEDED.get(name, 'Write the value, or remove the entry')}."
             )
         else:
-            _put(final, name, MISSING)
+            _put(final, path, MISSING)
     refuse(faults, place)
     for name, fact in _batch_sizes(final, facts, origins, num_replicas, place).items():
         final[name], origins[name] = fact.value, fact.origin
@@ -282,19 +303,20 @@ def _contradictions(config: Mapping[str, Any], facts: Mapping[str, Fact], place:
 
 def _fill(
     config: Mapping[str, Any], facts: Mapping[str, Fact], place: str
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+) -> tuple[dict[str, Any], dict[str, str], dict[str, EntryPath]]:
     """Return a filled copy, where each of its values comes from, and the entries that still wait, batch sizes aside."""
-    final, origins, waiting = copy.deepcopy(dict(config)), {}, []
-    for name, value in [*_leaves(config)]:
+    final, origins, waiting = copy.deepcopy(dict(config)), {}, {}
+    for path, value in _leaves(config):
+        name = ".".join(map(str, path))
         if name in BATCH_SIZES and value in (None, AUTO):
-            _put(final, name, MISSING)
+            _put(final, path, MISSING)
         elif not is_word(value, (AUTO,)) or name.startswith(_OWN_WORDS):
             origins[name] = place
         elif name in facts:
-            _put(final, name, copy.deepcopy(facts[name].value))
+            _put(final, path, copy.deepcopy(facts[name].value))
             origins[name] = facts[name].origin
         else:
-            waiting.append(name)
+            waiting[name] = path
     return final, origins, waiting
 
 
@@ -427,7 +449,7 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
         check(config, "The options of this launch")
         for name, fact in facts.items():
             if look_up(config, name) == fact.value:
-                _put(config, name, AUTO)
+                _put(config, tuple(name.split(".")), AUTO)
     else:
         config, read_from = read(path)
         place = f"file {read_from}"
@@ -436,7 +458,7 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
         check_against(config, facts, read_from)
         config["zero_optimization"].setdefault("stage", AUTO)
         for name in add_missing(config, said):
-            _put(config, name, AUTO)
+            _put(config, tuple(name.split(".")), AUTO)
     for name in BATCH_SIZES:
         config.setdefault(name, AUTO)
     for name in ("fp16", "bf16"):
@@ -447,13 +469,15 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
 
 def _explain(config: Mapping[str, Any], facts: Mapping[str, Fact], place: str) -> list[tuple[str, Any, str]]:
     final, origins, _ = _fill(config, facts, place)
+    filled = dict(_leaves(final))
     rows = []
-    for name, value in _leaves(config):
+    for path, value in _leaves(config):
+        name = ".".join(map(str, path))
         waits = name not in origins and (value is None or is_word(value, (AUTO,)))
         if waits and name in facts:
             rows.append((name, facts[name].value, facts[name].origin))
         else:
-            rows.append((name, AUTO if waits else look_up(final, name), _who_fills(name) if waits else origins[name]))
+            rows.append((name, AUTO if waits else filled.get(path), _who_fills(name) if waits else origins[name]))
     return rows
 
 

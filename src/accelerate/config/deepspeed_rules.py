@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import shown
 
 AUTO = "auto"
 TOTAL, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH_SIZES = (TOTAL, MICRO, ACCUMULATION)
 MISSING: Any = object()
+# To look for what each name is near to takes a millisecond.
+_MOST_UNKNOWN = 100
 
 
 def look_up(config: Any, name: str, default: Any = None) -> Any:
@@ -27,7 +30,7 @@ def look_up(config: Any, name: str, default: Any = None) -> Any:
 
 def unreadable(given: Any, reason: str, remedy: str) -> ConfigurationError:
     """Return the error for something that holds no configuration."""
-    return ConfigurationError(f"{given!r} is not a configuration of DeepSpeed: {reason}. {remedy}.")
+    return ConfigurationError(f"{shown(given)} is not a configuration of DeepSpeed: {reason}. {remedy}.")
 
 
 _TRUE = {"1", "on", "t", "true", "y", "yes"}
@@ -94,7 +97,7 @@ def _is_number(value: Any) -> bool:
 def _reads_as_number(value: Any) -> bool:
     try:
         return not isinstance(value, bool) and _is_number(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
@@ -251,8 +254,9 @@ def _example(section: str) -> str:
 
 def _misspelt(section: Mapping[str, Any], prefix: str, known: tuple[str, ...]) -> Iterator[str]:
     """Yield names that are near a known one; others may belong to another version of DeepSpeed."""
-    for name, value in section.items():
-        near = [] if name in known else difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
+    unknown = [(name, value) for name, value in section.items() if name not in known]
+    for name, value in unknown[:_MOST_UNKNOWN]:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
         if near and near[0] not in section:
             shown = f"={value!r}" if not isinstance(value, Mapping) else ""
             yield f"{prefix}{name}{shown} is no entry of DeepSpeed's. Write '{near[0]}', if that is meant."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,7 +10,9 @@ from typing import Any
 
 from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import shown
 from accelerate.config import env
+from accelerate.config.file_text import load_text
 from accelerate.config.sections.registry import SECTIONS, LaunchOption, options
 
 _NAME = "default_config.yaml"
@@ -61,10 +62,6 @@ default_yaml_config_file: str = str(Path(cache_dir) / _NAME)
 # One file under both names: JSON is YAML.
 default_json_config_file: str = default_yaml_config_file
 default_config_file: str = default_yaml_config_file
-
-
-class ConfigFileNotFoundError(ConfigurationError, FileNotFoundError):
-    """Report a file of options that is not there."""
 
 
 class ConfigFileWriteError(ConfigurationError, OSError):
@@ -147,11 +144,11 @@ def _migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     # The backend of torch.compile went into a section.
     backend = current.pop("dynamo_backend", None)
     if backend not in (None, False) and str(backend).upper() != "NO":
-        current.setdefault("dynamo_config", {}).setdefault("dynamo_backend", backend)
+        _set_default(current, "dynamo_config", "dynamo_backend", backend)
     # Tensor parallelism was a kind of run, and became an axis.
     section = current.pop("tp_config", None)
     if isinstance(section, dict) and "tp_size" in section:
-        current.setdefault("parallelism_config", {}).setdefault("parallelism_config_tp_size", section["tp_size"])
+        _set_default(current, "parallelism_config", "parallelism_config_tp_size", section["tp_size"])
     # A file that keeps weights from the other processes is from before one process could read them for all.
     section = current.get("fsdp_config")
     if isinstance(section, dict) and section.get("fsdp_sync_module_states") is False:
@@ -166,6 +163,12 @@ def _migrate(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         if isinstance(values, dict):
             notes += [_gone(f"{name}.{key}", why) for key, why in keys.items() if values.pop(key, None) is not None]
     return current, tuple(notes)
+
+
+def _set_default(data: dict[str, Any], section: str, key: str, value: Any) -> None:
+    entries = data.setdefault(section, {})
+    if isinstance(entries, dict):  # what is none is told where it is read
+        entries.setdefault(key, value)
 
 
 def _drop_gone_compiler(data: dict[str, Any]) -> list[str]:
@@ -195,86 +198,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def load_text(path: str | Path) -> dict[str, Any]:
-    """Read a YAML or JSON file into a dictionary.
-
-    Raises:
-        ConfigurationError: There is no such file, it does not parse, holds no keys, or one of them twice.
-    """
-    place = Path(path).expanduser()
-    try:
-        text = place.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigFileNotFoundError(
-            f"The configuration file {str(path)!r} does not exist. Write the path of one that does, or make it with "
-            "`accelerate config`."
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"The configuration file {str(path)!r} cannot be read: {error}. Write the path of a YAML or JSON file."
-        ) from error
-    data = _parse_json(path, text) if str(path).endswith(".json") else _parse_yaml(path, text)
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ConfigurationError(
-            f"The configuration file {str(path)!r} holds {type(data).__name__} instead of keys with values. "
-            "Write lines such as `num_processes: 2`, or make the file with `accelerate config`."
-        )
-    return data
-
-
-def _parse_json(path: str | Path, text: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise _repeated(path, key, "")
-            found[key] = value
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(
-            f"The configuration file {str(path)!r}, line {error.lineno}, is not JSON: {error.msg}. Correct that line."
-        ) from error
-
-
-def _parse_yaml(path: str | Path, text: str) -> Any:
-    import yaml
-
-    class UniqueKeyLoader(yaml.SafeLoader):
-        """Refuse a dictionary that has a key twice, of which YAML itself keeps the last."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            lines: dict[tuple[str, str], int] = {}
-            for key, _ in node.value:
-                # A merge (`<<: *defaults`) is an order, not a key.
-                if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                    continue
-                name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in lines:
-                    raise _repeated(path, key.value, f", on lines {lines[name]} and {line}")
-                lines[name] = line
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, UniqueKeyLoader)  # noqa: S506 - a safe loader
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}," if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise ConfigurationError(
-            f"The configuration file {str(path)!r}{line} is not YAML: {problem}. Correct that line."
-        ) from error
-
-
-def _repeated(path: str | Path, key: str, lines: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"The configuration file {str(path)!r} has the key {key!r} twice{lines}, and only one value can count. "
-        "Remove one of them."
-    )
 
 
 def read_config_file(path: str | Path) -> ConfigFile:
@@ -324,7 +247,7 @@ def _check_member(place: str, key: str, value: object, enum: type) -> None:
     known = [str(member.value) for member in enum]  # type: ignore[attr-defined]
     if value not in known:
         raise ConfigurationError(
-            f"{place} says {key}: {value!r}, which is none of {', '.join(known)}.{nearest(str(value), known)}"
+            f"{place} says {key}: {shown(value)}, which is none of {', '.join(known)}.{nearest(shown(value), known)}"
         )
 
 
@@ -372,7 +295,7 @@ def _read_entry(key: str, value: Any, place: str, on_sagemaker: bool) -> Iterato
         return
     if not isinstance(value, dict):
         raise ConfigurationError(
-            f"{place} says {key}: {value!r}, which is a {type(value).__name__}; it must hold keys of its own. "
+            f"{place} says {key}: {shown(value)}, which is a {type(value).__name__}; it must hold keys of its own. "
             f"Write `{key}:` and below it, indented, lines such as `{section_keys(key)[0]}: ...`."
         )
     prefix, known = _sections()[key]
@@ -385,10 +308,10 @@ def _read_entry(key: str, value: Any, place: str, on_sagemaker: bool) -> Iterato
 
 def _unknown(place: str, key: str, known: Iterable[str], section: str | None = None) -> ConfigurationError:
     words = sorted(known)
-    where = f"{place} has an unknown key {key!r}" + (f" in {section!r}" if section else "")
+    where = f"{place} has an unknown key {shown(key)}" + (f" in {section!r}" if section else "")
     elsewhere = next(
         (f" It belongs into {name!r}." for name, (_, keys) in _sections().items() if key in keys and name != section),
-        nearest(key, words) or f" Known are {', '.join(words)}.",
+        nearest(str(key), words) or f" Known are {', '.join(words)}.",
     )
     return ConfigurationError(f"{where}.{elsewhere}")
 
@@ -403,7 +326,7 @@ def _load(option: LaunchOption, value: Any, place: str, key: str) -> Any:
     except ValueError as error:
         hint = nearest(value, map(str, choices)) if isinstance(value, str) else ""
         raise ConfigurationError(
-            f"{place} says {key}: {value!r}, which is not {meaning}.{hint or ' Correct the value.'}"
+            f"{place} says {key}: {shown(value)}, which is not {meaning}.{hint or ' Correct the value.'}"
         ) from error
     return loaded
 

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import parse_json, shown
 from accelerate.config import env as environment
 
 _KEY = "knob"
@@ -67,10 +68,17 @@ def _parse_flag(text: str) -> bool:
     return environment.str_to_bool(text, to_bool=True)
 
 
+def _parse_integer(text: str) -> int:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{shown(text)} is larger than any number that a machine counts with")
+    return number
+
+
 TEXT: Codec[str] = Codec(parse=str, format=str, meaning="text", adopt=_adopt_scalar(int, float))
-INTEGER: Codec[int] = Codec(parse=int, format=str, meaning="a whole number", adopt=_adopt_scalar(int))
+INTEGER: Codec[int] = Codec(parse=_parse_integer, format=str, meaning="a whole number", adopt=_adopt_scalar(int))
 # OpenMP lists one number for each level of nesting; the first is that of the outermost.
-THREADS: Codec[int] = dataclasses.replace(INTEGER, parse=lambda text: int(text.split(",")[0]))
+THREADS: Codec[int] = dataclasses.replace(INTEGER, parse=lambda text: _parse_integer(text.split(",")[0]))
 NUMBER: Codec[float] = Codec(parse=float, format=repr, meaning="a number", adopt=_adopt_scalar(int, float))
 YES_NO: Codec[bool] = Codec(
     parse=_parse_flag,
@@ -169,10 +177,10 @@ def _adopt_entries(value: object) -> str | None:
 
 def _parse_entries(text: str) -> list[str]:
     try:
-        entries = json.loads(text) if text.startswith("[") else [text]
-    except json.JSONDecodeError:
+        entries = parse_json(text) if text.startswith("[") else [text]
+    except ValueError:
         return [text]
-    return [str(entry) for entry in entries]
+    return [entry if isinstance(entry, str) else shown(entry) for entry in entries]
 
 
 # Several texts, which may hold anything: as JSON.
@@ -288,7 +296,7 @@ class Knob:
             return self.codec.parse(text)
         except ValueError as error:
             raise ConfigurationError(
-                f"The environment variable {self.env}={text!r} is not {self.codec.meaning}. "
+                f"The environment variable {self.env}={shown(text)} is not {self.codec.meaning}. "
                 "Set it to that, or unset it."
             ) from error
 

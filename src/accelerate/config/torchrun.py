@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import number_in
 from accelerate.config import conflicts
 from accelerate.config.run_config import OptionSource, Origin, Resolved
 
@@ -68,11 +69,12 @@ def _endpoint(text: str) -> tuple[str, int | None]:
     host, colon, port = text.rpartition(":")
     if not colon or "]" in port or (":" in host and not host.endswith("]")):
         host, port = text, ""
-    if port and not port.isdecimal():
+    number = number_in(port) if port else None
+    if port and number is None:
         raise ConfigurationError(
             f"--rdzv_endpoint={text!r} is no address. Write `host:port`, or `[::1]:port` for an address with colons."
         )
-    return host.strip("[]"), int(port) if port else None
+    return host.strip("[]"), number
 
 
 def _count(values: dict[str, Resolved], machine: Machine) -> None:
@@ -80,8 +82,8 @@ def _count(values: dict[str, Resolved], machine: Machine) -> None:
     word = str(values["nproc_per_node"].value)
     if word == "auto":
         word = "gpu" if machine.has_accelerator and not values["cpu"].value else "cpu"
-    if word.isdecimal():
-        local = int(word)
+    if (number := number_in(word)) is not None:
+        local = number
     elif word == "cpu":
         local = machine.cpu_count
         if not values["cpu"].value and machine.has_accelerator:

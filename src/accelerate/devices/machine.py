@@ -14,6 +14,7 @@ from pathlib import Path
 
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import number_in, shown
 from accelerate.devices.base import DeviceBackend
 from accelerate.devices.registry import AMD_NODES, APPLE, CPU, VENDORS
 from accelerate.devices.xla import XLA
@@ -33,6 +34,9 @@ _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_768
 _PORT_ATTEMPTS = 20
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+# Nodes of a cluster, or processes of a node.
+_MOST_COUNTED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,8 @@ def _slurm(environ: Mapping[str, str]) -> SlurmJob | None:
         return None
 
     def number(*names: str, default: int) -> int:
-        texts = (environ.get(name, "") for name in names)
-        return next((int(text) for text in texts if text.isdecimal()), default)
+        numbers = (number_in(environ.get(name, "")) for name in names)
+        return next((found for found in numbers if found is not None), default)
 
     return SlurmJob(
         job,
@@ -205,8 +209,21 @@ def _slurm(environ: Mapping[str, str]) -> SlurmJob | None:
 
 
 def tasks_of_nodes(counts: str) -> list[int]:
-    """Read a list such as `4(x2),3`: the tasks of each node."""
-    return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+    """Read a list such as `4(x2),3`: the tasks of each node.
+
+    Raises:
+        ConfigurationError: If it counts more than any machine or cluster has.
+    """
+    found: list[int] = []
+    for count, times in _TASKS.findall(counts):
+        tasks, nodes = number_in(count, _MOST_COUNTED), number_in(times or "1", _MOST_COUNTED)
+        if tasks is None or nodes is None or len(found) + nodes > _MOST_COUNTED:
+            raise ConfigurationError(
+                f"Slurm's list of tasks {shown(counts)} counts more of them than a cluster has, so it is broken. "
+                "Set SLURM_STEP_TASKS_PER_NODE to a list such as `4(x2),3`, or unset it."
+            )
+        found += [tasks] * nodes
+    return found
 
 
 def first_host(nodes: str) -> str:

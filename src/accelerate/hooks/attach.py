@@ -27,10 +27,8 @@ from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,
-    has_offload_index,
     offload_state_dict,
     offloaded_weights,
-    read_offload_index,
 )
 from accelerate.offload.stored import FilePath
 from accelerate.offload.tensors import (
@@ -46,6 +44,7 @@ from accelerate.offload.tensors import (
     table_of,
     tied_cache,
 )
+from accelerate.offload.weight_files import has_offload_index, read_offload_index
 
 logger = logging.getLogger(__name__)
 

@@ -270,7 +270,14 @@ def _own_variables(host: Host) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in (Path.home() / name, Path(name)):
         if path.is_file():
-            pairs = (line.partition("=") for line in path.read_text().splitlines() if "=" in line)
+            try:
+                lines = path.read_text().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(
+                    f"DeepSpeed's environment file {str(path)!r} cannot be read: {error}. Write lines such as `NAME=value` "
+                    "into it, or remove it."
+                ) from error
+            pairs = (line.partition("=") for line in lines if "=" in line)
             found |= {key.strip(): text.strip() for key, _, text in pairs}
     return found
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from accelerate._base.untrusted import number_in
 from accelerate.config import conflicts, env
 from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables, tpu_cores
 
@@ -35,8 +36,7 @@ class Host:
 
     def integer(self, name: str) -> int | None:
         """Return a variable as a number, None where it is not set or not one."""
-        text = self.environment.get(name, "")
-        return int(text) if text.isdecimal() else None
+        return number_in(self.environment.get(name, ""))
 
     def find_program(self, name: str) -> str | None:
         """Return the path of a program, None where it is not on the PATH."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import number_in, shown
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 # Where DeepSpeed looks when no hostfile is named.
 _USUAL_HOSTFILE = Path("/job/hostfile")
 _INCLUDE, _EXCLUDE = "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"
+_MOST_SLOTS = 10_000
 _EXAMPLE = "`worker-1 slots=8`"
 _FILTER_EXAMPLE = "`worker-1@worker-2:0,2`"
 # The form that DeepSpeed reads; what follows the number is ignored.
@@ -174,11 +176,13 @@ def read_hostfile(path: Path, origin: str) -> tuple[HostSlots, ...]:
 
 def _read_line(text: str, place: str) -> HostSlots:
     match = _LINE.match(text)
-    if match is None or int(match[2]) < 1:
+    count = number_in(match[2], _MOST_SLOTS) if match is not None else None
+    if match is None or not count:
         raise ConfigurationError(
-            f"{place}: {text!r} is not a machine with a number of slots from 1 on. Write a line such as {_EXAMPLE}."
+            f"{place}: {shown(text)} is not a machine with a number of slots from 1 to {_MOST_SLOTS}. Write a line such as "
+            f"{_EXAMPLE}."
         )
-    return HostSlots(match[1], tuple(range(int(match[2]))), place)
+    return HostSlots(match[1], tuple(range(count)), place)
 
 
 def include(hosts: Sequence[HostSlots], text: str, origin: str) -> tuple[HostSlots, ...]:
@@ -218,7 +222,8 @@ def _read_filter(hosts: Sequence[HostSlots], text: str, origin: str) -> dict[str
     for entry in text.split("@"):
         name, colon, listed = entry.strip().partition(":")
         numbers = [word.strip() for word in listed.split(",")] if colon else []
-        if not name or not all(word.isdecimal() for word in numbers):
+        slots = {slot for slot in map(number_in, numbers) if slot is not None}
+        if not name or any(number_in(word) is None for word in numbers):
             raise ConfigurationError(
                 f"{origin}={text!r}: {entry!r} is not a machine with or without slots. Write {_FILTER_EXAMPLE}."
             )
@@ -228,7 +233,6 @@ def _read_filter(hosts: Sequence[HostSlots], text: str, origin: str) -> dict[str
                 f"{origin}={text!r} names {name!r}, which the hostfile does not have. Write one of its names, such as "
                 f"{near[0]!r}."
             )
-        slots = {int(word) for word in numbers}
         missing = slots - set(known[name].slots)
         if missing:
             raise ConfigurationError(

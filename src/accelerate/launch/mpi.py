@@ -156,9 +156,13 @@ def _hostfile(given: str, slots: int) -> tuple[str, dict[str, str], list[str]]:
     Raises:
         ConfigurationError: It is neither a file nor a list of hosts.
     """
-    path = Path(given).expanduser()
-    if path.is_file():
-        lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
+    try:
+        path = Path(given).expanduser()
+        text = path.read_text() if path.is_file() else None
+    except (OSError, RuntimeError, ValueError) as error:  # the last two for a home of nobody, and for what is no text
+        raise cluster_conflicts.unreadable_hostfile(given, error) from error
+    if text is not None:
+        lines = [line.split("#")[0].strip() for line in text.splitlines()]
         return str(path), {}, [line.split()[0].split(":")[0] for line in lines if line]
     if "/" in given or given.endswith((".txt", ".hosts")) or given == "hostfile":
         raise cluster_conflicts.missing_hostfile(given)

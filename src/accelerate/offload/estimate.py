@@ -6,17 +6,17 @@ No weights are read, and torch is loaded only where a function needs it.
 from __future__ import annotations
 
 import math
-import pickle
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import shown
 from accelerate.offload.safetensors_format import BITS, read_header
+from accelerate.offload.weight_files import load_torch
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ FLOAT32 = 4
 _ZERO3_KEPT = 500_000_000
 _ZERO3_STEPPED = 1_000_000_000
 # Batch statistics, which a file does not tell from parameters.
+_MOST_LEVELS = 3
 _BUFFER_NAMES = ("running_mean", "running_var")
 _Described: TypeAlias = tuple[str, tuple[int, ...], int, bool]
 """Name, shape, bits of an element and whether it is floating-point."""
@@ -86,37 +87,26 @@ def read_tensors(files: Iterable[Path]) -> list[TensorInfo]:
 
 def _read_safetensors(path: Path) -> Iterator[_Described]:
     for name, entry in read_header(path).tensors.items():
-        described: dict[str, Any] = entry if isinstance(entry, dict) else {}
-        dtype, shape = described.get("dtype", ""), described.get("shape", ())
-        problem = None
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            problem = f"gives {name!r} no shape"
-        elif dtype not in BITS:
-            problem = f"gives {name!r} the dtype {dtype!r}, which is not known"
-        if problem is not None:
+        dtype = entry["dtype"]
+        if dtype not in BITS:
             raise ConfigurationError(
-                f"{str(path)!r} cannot be read: its header {problem}. Save or download it again, or give another file."
+                f"{str(path)!r} cannot be read: its header gives {shown(name)} the dtype {shown(dtype)}, which is not known. "
+                "Save or download it again, or give another file."
             )
-        yield name, tuple(shape), BITS[dtype], dtype.startswith(("F", "BF"))
+        yield name, tuple(entry["shape"]), BITS[dtype], dtype.startswith(("F", "BF"))
 
 
 def _read_torch(path: Path) -> Iterator[_Described]:
     import torch
 
-    try:
-        # On the meta device the storages are never read; only the zip format can also be mapped.
-        state = torch.load(path, map_location="meta", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (OSError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ConfigurationError(
-            f"{str(path)!r} cannot be read as weights that torch saved ({reason}). "
-            "Give a file that holds a dictionary of tensors, or one in the safetensors format."
-        ) from error
+    # On the meta device the storages are never read.
+    state, _ = load_torch(path, "meta")
     tensors: dict[str, torch.Tensor] = {}
     inner: object = state
-    while isinstance(inner, Mapping) and not tensors:  # a checkpoint holds its state dict under one of the usual keys
-        tensors = {str(name): value for name, value in inner.items() if isinstance(value, torch.Tensor)}
-        inner = next((inner[key] for key in ("state_dict", "model") if key in inner), None)
+    for _ in range(_MOST_LEVELS):  # a checkpoint holds its state dict under one of the usual keys
+        if isinstance(inner, Mapping) and not tensors:
+            tensors = {str(name): value for name, value in inner.items() if isinstance(value, torch.Tensor)}
+            inner = next((inner[key] for key in ("state_dict", "model") if key in inner), None)
     if not tensors:
         raise ConfigurationError(
             f"{str(path)!r} holds no tensors by name, but {type(state).__name__!r}. Give a file with a state dict."

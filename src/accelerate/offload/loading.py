@@ -27,7 +27,6 @@ from accelerate.offload.store import (
     offloaded_weights,
     open_weights_file,
     quantisation_statistics,
-    save_offload_index,
     scales_name,
 )
 from accelerate.offload.stored import ALIGNMENT, FilePath
@@ -41,6 +40,7 @@ from accelerate.offload.tensors import (
     set_module_tensor_to_device,
     table_of,
 )
+from accelerate.offload.weight_files import raw_path, save_offload_index
 from accelerate.runtime import current
 from accelerate.runtime.atomic import atomic_file
 
@@ -270,7 +270,7 @@ class _CheckpointLoader:
             for name, key in ((weight_name, stored_name), (scales_name(weight_name), scales_name(stored_name))):
                 found: Any = self.in_memory.get(name, self.index.get(name))
                 if self.folder is not None and isinstance(found, dict) and "safetensors_file" not in found:
-                    found = load_offloaded_weight(Path(self.folder) / f"{name}.dat", found)
+                    found = load_offloaded_weight(raw_path(self.folder, name), found)
                 if found is not None:
                     changed.setdefault(id(store), (store, {}))[1][key] = found
         for store, weights in changed.values():

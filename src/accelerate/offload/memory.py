@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 
 from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import shown
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.offload.places import DISK, HOST
@@ -37,16 +39,21 @@ def convert_file_size_to_int(size: float | str) -> int:
         ConfigurationError: If the text is not a number with one of these units.
     """
     if not isinstance(size, str):
+        if not math.isfinite(size):
+            raise _unreadable_size(size)
         return int(size)  # a share of the memory, such as 0.9 of it, is a float
     match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", size, flags=re.IGNORECASE)
-    if match is None or float(match[1]) < 0:
-        raise ConfigurationError(
-            f"The size {size!r} cannot be read: it is not a positive number with a unit. "
-            'Write bytes as an integer, or a text like "5GB", "800MB" or "1.5GiB".'
-        )
-    unit = match[2]
-    count = int(float(match[1]) * _UNITS[unit.upper()])
-    return count // 8 if unit.endswith("b") else count
+    count = float(match[1]) * _UNITS[match[2].upper()] if match is not None else math.inf
+    if match is None or not 0 <= count < math.inf:
+        raise _unreadable_size(size)
+    return int(count) // 8 if match[2].endswith("b") else int(count)
+
+
+def _unreadable_size(size: float | str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The size {shown(size)} cannot be read: it is not a positive number with a unit. "
+        'Write bytes as an integer, or a text like "5GB", "800MB" or "1.5GiB".'
+    )
 
 
 def dtype_byte_size(dtype: Dtype) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import number_in
 from accelerate.devices import registry
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ def as_device(place: Place) -> torch.device:
             "Name the device that runs the module, and let `dispatch_model` or `disk_offload` fetch the weights."
         )
     if isinstance(place, str):
-        return torch.device(int(place) if place.isdecimal() else place)
+        index = number_in(place)
+        return torch.device(place if index is None else index)
     backend = registry.default().value
     if backend.type == HOST:
         raise ConfigurationError(

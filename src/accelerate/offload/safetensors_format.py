@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import log_once
+from accelerate._base.untrusted import MOST_BYTES, check_regular, first_line, is_shape, is_whole, parse_json, shown
 from accelerate.devices import registry
 
 if TYPE_CHECKING:
@@ -69,8 +71,6 @@ _TORCH_NAMES = {
 }
 METADATA = "__metadata__"
 _LENGTH_BYTES = 8
-# The format's own limit; a longer header is a sign that the file is something else.
-_LONGEST_HEADER = 100_000_000
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
@@ -119,28 +119,60 @@ class SafetensorsHeader:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Return the header of a file.
+    """Return the header of a file, in which every tensor has a dtype, a shape and a place of its own that fit together.
 
     Raises:
         ConfigurationError: If the file does not begin with such a header.
     """
+    size = check_regular(path).st_size
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
         length = int.from_bytes(start, "little") if len(start) == _LENGTH_BYTES else 0
-        if not 0 < length <= _LONGEST_HEADER:
+        # The format's own limit; a longer header is a sign that the file is something else.
+        if not 0 < length <= MOST_BYTES:
             raise _broken(path, "it does not begin with the length of a header")
-        text = file.read(length)
+        text = file.read(min(length, size))
     if len(text) < length:
         raise _broken(path, f"its header has {length} bytes and the file ends after {len(text)} of them")
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise _broken(path, f"a safetensors header is expected in it ({reason})") from error
+        raise _broken(path, f"a safetensors header is expected in it ({first_line(error)})") from error
     if not isinstance(found, dict):
         raise _broken(path, f"a safetensors header is expected in it, not {type(found).__name__!r}")
     metadata = found.pop(METADATA, None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _broken(path, f"its header has the metadata {shown(metadata)}, which are not names with texts")
+    _check_tensors(path, found)
     return SafetensorsHeader(found, metadata, _LENGTH_BYTES + length)
+
+
+def _check_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    for name, entry in tensors.items():
+        problem = _problem(entry)
+        if problem is not None:
+            raise _broken(path, f"its header gives {shown(name)} {problem}")
+    end = 0
+    for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in tensors.values()):
+        if begin != end:
+            raise _broken(path, f"the tensors of its header leave out or share bytes at {min(begin, end)}")
+        end = stop
+
+
+def _problem(entry: Any) -> str | None:
+    """Return what is wrong with what a header says of a tensor."""
+    described: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (described.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(shape, list) or not is_shape(shape):
+        return "no shape"
+    if not isinstance(dtype, str):
+        return "no dtype"
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_whole, offsets)):
+        return "no place"
+    nbytes = offsets[1] - offsets[0]
+    if nbytes < 0 or (dtype in BITS and math.prod(shape) * BITS[dtype] != nbytes * 8):
+        return f"{nbytes} bytes, which do not fit the dtype {shown(dtype)} and the shape {shown(shape)}"
+    return None
 
 
 def _broken(path: Path, why: str) -> ConfigurationError:

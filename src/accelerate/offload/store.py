@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zipfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,8 +19,15 @@ from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
 from accelerate.offload.safetensors_format import identity_in_memory, tensor_bytes
 from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
 from accelerate.offload.tensors import is_empty, resolve_dtype
-from accelerate.offload.weight_files import INDEX_SUFFIX, index_shards
-from accelerate.runtime.atomic import atomic_file
+from accelerate.offload.weight_files import (
+    INDEX_SUFFIX,
+    check_noted,
+    index_shards,
+    load_torch,
+    raw_path,
+    read_offload_index,
+    save_offload_index,
+)
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
@@ -30,7 +35,6 @@ WeightInfo: TypeAlias = Mapping[str, Any]
 OpenFiles: TypeAlias = dict[str, SafetensorsFile | RawFile]
 """The weight files that are mapped, each once, by path."""
 
-INDEX_NAME = "index.json"
 BESIDE_WEIGHTS = ("SCB", "weight_format")
 """The last parts of names of what is stored beside a quantised weight, and read with it: its scales and its layout."""
 
@@ -58,9 +62,13 @@ def offload_weight(
     offload_folder: FilePath,
     index: MutableMapping[str, Any] | None = None,
 ) -> MutableMapping[str, Any] | None:
-    """Write the bytes of a weight to its own file, and note its dtype and shape in `index`."""
+    """Write the bytes of a weight to its own file, and note its dtype and shape in `index`.
+
+    Raises:
+        ConfigurationError: If the name, which may come from a checkpoint, leads out of the folder.
+    """
     data = tensor_bytes(weight) if weight.numel() else b""
-    (Path(offload_folder) / f"{weight_name}.dat").write_bytes(data)
+    raw_path(offload_folder, weight_name).write_bytes(data)
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
@@ -74,29 +82,12 @@ def load_offloaded_weight(weight_file: FilePath, weight_info: WeightInfo) -> tor
     return RawFile(weight_file, tuple(weight_info["shape"]), resolve_dtype(weight_info["dtype"])).find().tensor
 
 
-def read_offload_index(folder: FilePath) -> dict[str, Any]:
-    """Return the entries of a folder's index."""
-    index: dict[str, Any] = json.loads((Path(folder) / INDEX_NAME).read_text(encoding="utf-8"))
-    return index
-
-
-def has_offload_index(folder: FilePath | None) -> bool:
-    """Return whether a folder holds offloaded weights."""
-    return folder is not None and (Path(folder) / INDEX_NAME).is_file()
-
-
-def save_offload_index(index: Mapping[str, Any] | None, offload_folder: FilePath) -> None:
-    """Add entries to the index of a folder; nothing happens for an empty index."""
-    if not index:
-        return
-    merged = read_offload_index(offload_folder) if has_offload_index(offload_folder) else {}
-    merged.update(index)
-    with atomic_file(Path(offload_folder) / INDEX_NAME, synced=False) as partial:
-        partial.write_text(json.dumps(merged, indent=2), encoding="utf-8")
-
-
 def offload_state_dict(save_dir: FilePath, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write every weight of a state dict to a folder, with its index."""
+    """Write every weight of a state dict to a folder, with its index.
+
+    Raises:
+        ConfigurationError: If the name of a weight leads out of the folder.
+    """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     for name, weight in state_dict.items():
@@ -226,6 +217,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if path is not None:
             file = files.get(os.fspath(path))
             if not isinstance(file, SafetensorsFile):
+                check_noted(path, entry)
                 file = files[os.fspath(path)] = SafetensorsFile(path)
             return file.find(entry.get("weight_name", key), resolve_dtype(entry["dtype"]) if "dtype" in entry else None)
         if self.save_folder is None:
@@ -233,7 +225,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
                 f"The index has {key!r} as a raw file, and no save_folder says where that file lies. "
                 "Pass the folder that the weights were offloaded to."
             )
-        path = os.fspath(Path(self.save_folder) / f"{key}.dat")
+        path = os.fspath(raw_path(self.save_folder, key))
         raw = files.get(path)
         if not isinstance(raw, RawFile):
             raw = files[path] = RawFile(path, tuple(entry["shape"]), resolve_dtype(entry["dtype"]))
@@ -387,15 +379,13 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
-        self._mapped = path.is_file() and zipfile.is_zipfile(path)
-        try:
-            self._state: dict[str, Any] = torch.load(path, map_location=HOST, weights_only=True, mmap=self._mapped)
-        except (OSError, EOFError, RuntimeError) as error:
+        state, self._mapped = load_torch(path, HOST)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise ConfigurationError(
-                f"The weights file {str(path)!r} cannot be read ({str(error).splitlines()[0] or type(error).__name__}): "
-                "it is missing, cut off, or not a file that torch saved. Save or download it again."
-            ) from error
+                f"The weights file {str(path)!r} holds {type(state).__name__!r}, which is no dictionary of weights by name. "
+                "Give a file with a state dict."
+            )
+        self._state: dict[str, Any] = state
 
     def names(self) -> list[str]:
         return list(self._state)

@@ -17,6 +17,7 @@ import torch
 
 from accelerate._base import pages
 from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.untrusted import check_regular, first_line
 from accelerate.devices import registry
 from accelerate.devices.copy_lane import Arrival, CopyLane
 from accelerate.offload.places import HOST, META
@@ -44,12 +45,13 @@ class MappedFile:
     process.
 
     Raises:
-        ConfigurationError: If the file is not there.
+        ConfigurationError: If the file is not there, or is a pipe or a device.
     """
 
     def __init__(self, path: FilePath) -> None:
         self.path = Path(path)
         try:
+            check_regular(self.path)
             with self.path.open("rb") as file:
                 self._identity = _identity(os.fstat(file.fileno()))
                 self.size = self._identity[1]
@@ -167,11 +169,22 @@ class SafetensorsFile(MappedFile):
         offset, stored_dtype = self._header.data_start + start, torch_dtype(entry["dtype"])
         stored = StoredTensor(tuple(entry["shape"]), stored_dtype, end - start, self, offset, dtype)
         if stored_dtype is None:
-            from safetensors import safe_open
-
-            with safe_open(self.path, framework="pt", device=HOST) as weights:
-                stored.tensor = weights.get_tensor(name)
+            stored.tensor = self._read_by_package(name)
         return stored
+
+    def _read_by_package(self, name: str) -> torch.Tensor:
+        """Return a tensor of a dtype that only the package of the format knows."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, framework="pt", device=HOST) as weights:
+                found: torch.Tensor = weights.get_tensor(name)
+                return found
+        except (SafetensorError, AttributeError, RuntimeError) as error:  # it may be one that torch does not have
+            raise ConfigurationError(
+                f"The tensor {name!r} of {str(self.path)!r} cannot be read ({first_line(error)}). Save or download the file "
+                "again, in a dtype that torch has."
+            ) from error
 
     def like(self, name: str) -> torch.Tensor:
         """Return a tensor without data that is like one of the file."""

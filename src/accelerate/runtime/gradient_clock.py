@@ -5,9 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+from accelerate._base.errors import CheckpointError
+from accelerate._base.untrusted import is_whole, shown
 from accelerate.config import env
 from accelerate.config.plugins.training import GradientAccumulationPlugin
 from accelerate.runtime import current
+
+_COUNTERS = ("epoch", "step", "samples")
 
 
 class ActiveLoader(Protocol):
@@ -261,8 +265,18 @@ class Progress:
         return {"epoch": self.next_epoch, "step": self.step, "samples": self.samples}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on from the counters of another run."""
-        self.epoch, self.step, self.samples = state_dict["epoch"], state_dict["step"], state_dict["samples"]
+        """Go on from the counters of another run.
+
+        Raises:
+            CheckpointError: If they are no counters; nothing has changed then.
+        """
+        counters: list[Any] = [state_dict.get(name) if isinstance(state_dict, dict) else None for name in _COUNTERS]
+        if not all(map(is_whole, counters)):
+            raise CheckpointError(
+                f"{shown(state_dict)} was given as the counters of a run, and {', '.join(_COUNTERS)} must be whole numbers "
+                "in it. Use another checkpoint."
+            )
+        self.epoch, self.step, self.samples = counters
         self.was_restored = True
 
     def restart(self) -> None:

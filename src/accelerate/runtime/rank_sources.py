@@ -60,7 +60,7 @@ def _slurm(environ: Mapping[str, str]) -> Topology | None:
         _integer(environ, "SLURM_PROCID", 0),
         world_size,
         _integer(environ, "SLURM_LOCALID", 0),
-        tasks[node] if node < len(tasks) else world_size,
+        tasks[node] if 0 <= node < len(tasks) else world_size,
         "Slurm",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import log_once
 from accelerate._base.imports import require
+from accelerate._base.untrusted import parse_json
 from accelerate.config import env
 from accelerate.tracking.base import GeneralTracker, numbers, on_main_process, plain
 
@@ -131,8 +131,8 @@ def _read_tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(tags, str):
         return tags
     try:
-        found = json.loads(tags)
-    except json.JSONDecodeError:
+        found = parse_json(tags)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ConfigurationError(

@@ -4,4 +4,4 @@ from accelerate.offload.store import extract_submodules_state_dict as extract_su
 from accelerate.offload.store import load_offloaded_weight as load_offloaded_weight
 from accelerate.offload.store import offload_state_dict as offload_state_dict
 from accelerate.offload.store import offload_weight as offload_weight
-from accelerate.offload.store import save_offload_index as save_offload_index
+from accelerate.offload.weight_files import save_offload_index as save_offload_index

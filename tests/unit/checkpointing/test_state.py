@@ -176,12 +176,11 @@ def test_a_checkpoint_that_cannot_take_its_name_is_told(tmp_path: Path) -> None:
     assert target.read_text() == "somebody else's"
 
 
-def test_older_checkpoints_that_cannot_be_read_are_left_and_told(
+def test_older_checkpoints_that_cannot_be_removed_are_left_and_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = tmp_path / "checkpoint_0" / ".sealed"
-    broken.mkdir(parents=True)
-    (broken / "manifest.json").write_text("{")
+    broken = tmp_path / f"checkpoint_{'0' * 240}"  # so long that there is no room for the name of what is being removed
+    broken.mkdir()
     save = staged(tmp_path / "checkpoint_1", lambda folder: folder.write_json("a", 1), step=1)
     save.keep = 1
     save.complete()

@@ -551,3 +551,33 @@ def test_neither_torch_nor_deepspeed_is_loaded() -> None:
 def test_options_that_cannot_work_end_the_launch() -> None:
     with pytest.raises(ConfigurationError, match=r"The options of this launch: .*device='nvme' needs a folder"):
         explained(offload_optimizer_device="nvme")
+
+
+# --- texts of others --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": ' * 200 + "1" + "}" * 200, "it is no JSON: it is nested too deeply"),
+        ('{"a": ' * 5000, "it is no JSON: it is nested too deeply"),
+        ('{"train_batch_size": ' + "9" * 5000 + "}", "it is no JSON: a number in it has too many digits"),
+        ('{"a": "' + "x" * 1_000_000 + '"}', "it has more than 1000000 characters"),
+    ],
+)
+def test_a_text_without_end_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    for given_as in (text, str(tmp_path / "ds.json"), base64.urlsafe_b64encode(text.encode()).decode()):
+        with pytest.raises(ConfigurationError, match=message):
+            read(given_as)
+
+
+def test_names_with_dots_in_them_are_names() -> None:
+    config = {**zero(), "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"a.b": "auto", "lr": "auto"}}}
+    made = complete(config, {"optimizer.params.lr": Fact(0.1, "a test")}, num_replicas=2)
+    assert made.config["optimizer"]["params"] == {"lr": 0.1}
+
+
+def test_of_many_unknown_names_some_are_looked_at() -> None:
+    said = refused({**zero(), **{f"gradient_clippin{number}": 1 for number in range(5000)}})
+    assert said.count("Write 'gradient_clipping'") == 100

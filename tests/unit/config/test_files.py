@@ -14,7 +14,8 @@ from accelerate._base.enums import ComputeEnvironment, DistributedType, SageMake
 from accelerate._base.errors import ConfigurationError
 from accelerate.commands.config.default import write_basic_config
 from accelerate.config.cluster_config import ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.config.files import SAGEMAKER_KEYS, known_keys, load_text, read_config_file, section_keys
+from accelerate.config.file_text import load_text
+from accelerate.config.files import SAGEMAKER_KEYS, known_keys, read_config_file, section_keys
 from accelerate.config.sections.registry import SECTIONS, options
 
 BASE: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO"}
@@ -102,9 +103,9 @@ def test_a_key_that_is_there_twice_in_json_is_named(tmp_path: Path) -> None:
 
 
 def test_the_same_key_in_two_dictionaries_and_merged_ones_are_no_repetition(tmp_path: Path) -> None:
-    merged = load_text(write(tmp_path, "a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\nc: &c [*a, *a, *c]\n"))
+    merged = load_text(write(tmp_path, "a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\nc: &c [*a, *a]\n"))
     assert merged["b"] == {"k": 2, "l": 1}
-    assert merged["c"][2] is merged["c"]
+    assert merged["c"][1] is merged["a"]
 
 
 @pytest.mark.parametrize(("section", "key"), keys_of_files())

@@ -25,7 +25,7 @@ SECTIONS = [
 
 CODECS: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
     (module.TEXT, st.text()),
-    (module.INTEGER, st.integers()),
+    (module.INTEGER, st.integers(-(2**63), 2**63 - 1)),
     (module.NUMBER, st.floats(allow_nan=False)),
     (module.YES_NO, st.booleans()),
     (module.UPPER, st.text(alphabet="ABC_123")),

@@ -128,7 +128,7 @@ def test_a_folder_with_several_files_and_no_index_is_not_guessed(tmp_path: Path)
         (b"\xff\xfe\xfd", "a safetensors header"),
         ({"a": {"dtype": "F32"}}, "'a' no shape"),
         ({"a": {"dtype": "F32", "shape": [2, -1]}}, "'a' no shape"),
-        ({"a": {"dtype": "F33", "shape": [2]}}, "'F33'"),
+        ({"a": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}}, "'F33'"),
         ({"a": 3}, "'a' no shape"),
     ],
 )

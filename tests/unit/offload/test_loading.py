@@ -37,7 +37,7 @@ def test_safetensors_are_used_in_place(tmp_path: Path) -> None:
     assert files(tmp_path / "o") == ["index.json"]
     index = json.loads((tmp_path / "o" / "index.json").read_text())
     path = str((tmp_path / "w.safetensors").absolute())
-    assert index["1.bias"] == {"safetensors_file": path, "weight_name": "1.bias", "dtype": "float32"}
+    assert index["1.bias"].items() >= {"safetensors_file": path, "weight_name": "1.bias", "dtype": "float32"}.items()
     assert all(target.get_parameter(name) is tensor for name, tensor in placeholders.items())
 
 

@@ -25,8 +25,8 @@ from accelerate.offload.store import (
     offload_state_dict,
     offload_weight,
     offloaded_weights,
-    save_offload_index,
 )
+from accelerate.offload.weight_files import save_offload_index
 
 META = torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]

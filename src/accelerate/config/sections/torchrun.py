@@ -19,10 +19,10 @@ def _read_filters(text: str) -> list[str]:
     return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
 
 
-STREAMS = matching(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", "0, 1, 2 or 3, or a list such as `0:1,1:3`")
-_NODES = matching(r"[1-9]\d*(:[1-9]\d*)?", "a number of machines from 1 on, or a range such as `1:4`")
-_LOCAL = matching(r"\d+|[a-z]+", "a whole number, auto, cpu, gpu or the type of a device")
-_RANKS = matching(r"\d+(,\d+)*", "a list of ranks such as `0,1`")
+STREAMS = matching(r"[0-3]|\d{1,9}:[0-3](,\d{1,9}:[0-3])*", "0, 1, 2 or 3, or a list such as `0:1,1:3`")
+_NODES = matching(r"[1-9]\d{0,8}(:[1-9]\d{0,8})?", "a number of machines from 1 on, or a range such as `1:4`")
+_LOCAL = matching(r"\d{1,9}|[a-z]+", "a whole number, auto, cpu, gpu or the type of a device")
+_RANKS = matching(r"\d{1,9}(,\d{1,9})*", "a list of ranks such as `0,1`")
 _HEARD = matching(f"{_SIGNAL}(,{_SIGNAL})*", "a list of signals such as `SIGTERM,SIGINT`")
 _FILTERS: Codec[list[str]] = Codec(
     _read_filters, lambda words: ",".join(word.replace(",", ",,") for word in words), "words between commas"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelerate._base.constants import OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
+from accelerate._base.untrusted import parse_json, read_limited, shown
 from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, Part, read_torch
@@ -205,16 +205,16 @@ class MegatronOptimizerPart(ShardedPart):
 def _check_backends(path: Path) -> None:
     """Refuse a folder in a format whose readers run code."""
     try:
-        found = json.loads((path / _BACKENDS).read_text(encoding="utf-8"))
+        found = parse_json(read_limited(path / _BACKENDS))
         known = found["sharded_backend"] == _FORMAT and found.get("common_backend", "torch") == "torch"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{str(path / _BACKENDS)!r} cannot be read ({type(error).__name__}: {error}), so it is probably broken. Use another "
             "checkpoint."
         ) from error
     if not known:
         raise CheckpointError(
-            f"{str(path)!r} is in the format {found!r} of megatron-core, and only {_FORMAT!r} is read here. Use another "
+            f"{str(path)!r} is in the format {shown(found)} of megatron-core, and only {_FORMAT!r} is read here. Use another "
             "checkpoint, or write MegatronLMPlugin(no_load_optim=True)."
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import numpy
 import torch.distributed as dist
 
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.imports import is_package_available, require
+from accelerate._base.untrusted import check_regular
 from accelerate.runtime.process_group import join_alone, leave
 from accelerate.strategies.megatron.dataset_tokenizer import tokenizer_for
 
@@ -42,6 +45,11 @@ _MASKING = {
 # Documents with a longer sentence are passed over when samples of BERT and T5 are cut.
 _LONGEST_SENTENCE = 512
 OTHER_NAMES = {"splits_string": "split", "mock_data": "mock"}
+# How an index begins: a mark, the version, the code of a token's dtype, the numbers of sequences and of documents.
+_INDEX_START, _INDEX_MARK = struct.Struct("<9sQBQQ"), b"MMIDIDX\x00\x00"
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+# Entries of an index that are looked at together.
+_AT_ONCE = 1_000_000
 # What Megatron makes a tokenizer of; here the program brings one.
 _OF_THE_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size", "vocab_extra_ids")
 
@@ -179,7 +187,52 @@ def _blend(name: str, given: Any) -> Blend:
             raise ConfigurationError(
                 f"{name}={given!r} was given, but {prefix}.bin is empty: there is no token in it. Write the data anew."
             )
+        check_index(prefix)
     return prefixes, weights if is_weighted and len(prefixes) > 1 else None
+
+
+def check_index(prefix: str) -> None:
+    """Refuse an index that does not fit its data: megatron-core, whose helper is compiled, reads wherever it points.
+
+    Raises:
+        ConfigurationError: It is cut off or broken, or of other data.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    problem = _index_problem(index, check_regular(data).st_size)
+    if problem is not None:
+        raise ConfigurationError(
+            f"{str(index)!r} is no index of {data.name!r}: {problem}. Write both anew with Megatron's "
+            "tools/preprocess_data.py, or copy both again."
+        )
+
+
+def _index_problem(index: Path, num_bytes: int) -> str | None:
+    size = check_regular(index).st_size
+    with index.open("rb") as file:
+        start = file.read(_INDEX_START.size)
+    if len(start) < _INDEX_START.size:
+        return "it is cut off"
+    mark, version, code, sequences, documents = _INDEX_START.unpack(start)
+    if mark != _INDEX_MARK or version != 1 or code not in _TOKEN_BYTES:
+        return "it does not begin as one"
+    expected = _INDEX_START.size + 12 * sequences + 8 * documents
+    if not sequences or not documents or size < expected:
+        return f"it lists {sequences} sequences in {documents} documents, and has {size} bytes"
+    content = numpy.memmap(index, numpy.uint8, "r")
+    ends = [_INDEX_START.size, _INDEX_START.size + 4 * sequences, _INDEX_START.size + 12 * sequences, expected]
+    lengths, pointers, bounds = (
+        content[begin:end].view(kind) for begin, end, kind in zip(ends, ends[1:], ("<i4", "<i8", "<i8"), strict=False)
+    )
+    for begin in range(0, sequences, _AT_ONCE):
+        part, places = lengths[begin : begin + _AT_ONCE], pointers[begin : begin + _AT_ONCE]
+        if min(part.min(), places.min()) < 0 or places.max() > num_bytes:
+            return "it points out of the data"
+        if (places + part.astype("<i8") * _TOKEN_BYTES[code]).max() > num_bytes:
+            return "it points out of the data"
+    for begin in range(0, documents, _AT_ONCE):
+        if (numpy.diff(bounds[begin : begin + _AT_ONCE + 1]) < 0).any():
+            return "its documents are not one after the other"
+    return None if bounds[0] == 0 and bounds[-1] == sequences else "its documents are not those of its sequences"
 
 
 def _number(item: Any) -> float | None:

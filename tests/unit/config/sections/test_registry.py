@@ -125,8 +125,8 @@ words = st.text(
 VALUES: dict[int, st.SearchStrategy[Any]] = {
     id(codecs.TEXT): words,
     id(codecs.NAMES): words,
-    id(codecs.INTEGER): st.integers(),
-    id(codecs.THREADS): st.integers(),
+    id(codecs.INTEGER): st.integers(-(2**63), 2**63 - 1),
+    id(codecs.THREADS): st.integers(-(2**63), 2**63 - 1),
     id(codecs.NUMBER): st.floats(allow_nan=False),
     id(codecs.YES_NO): st.booleans(),
     id(codecs.TRUE_FALSE): st.booleans(),

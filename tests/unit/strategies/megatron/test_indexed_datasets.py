@@ -384,3 +384,35 @@ def test_the_compiled_part_of_megatron_is_asked_for(corpus: str, monkeypatch: py
     monkeypatch.setattr(name, lambda package: not package.endswith("helpers_cpp") and known(package))
     with pytest.raises(MissingPackageError, match="only the wheels for Linux bring it"):
         loaders({"data_path": corpus, "split": "1,0,0"})
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, b"X", "it does not begin as one"),
+        (9, b"\2", "it does not begin as one"),
+        (17, b"\x09", "it does not begin as one"),
+        (18, (2**40).to_bytes(8, "little"), r"it lists 1099511627776 sequences in 41 documents"),
+        (26, (0).to_bytes(8, "little"), r"it lists 40 sequences in 0 documents"),
+        (34, (-1).to_bytes(4, "little", signed=True), "it points out of the data"),
+        (34, (2**31 - 1).to_bytes(4, "little"), "it points out of the data"),
+        (34 + 4 * 40, (2**62).to_bytes(8, "little"), "it points out of the data"),
+        (34 + 12 * 40 + 8, (30).to_bytes(8, "little"), "its documents are not one after the other"),
+        (34 + 12 * 40 + 8 * 40, (2**40).to_bytes(8, "little"), "its documents are not those of its sequences"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_data_is_refused(corpus: str, place: int, value: bytes, message: str) -> None:
+    index = Path(f"{corpus}.idx")
+    content = bytearray(index.read_bytes())
+    content[place : place + len(value)] = value
+    index.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=rf"corpus\.idx' is no index of 'corpus\.bin': {message}"):
+        loaders({"data_path": corpus, "splits_string": "8,1,1"})
+
+
+def test_an_index_that_is_cut_off_is_refused(corpus: str) -> None:
+    index = Path(f"{corpus}.idx")
+    for length in (0, 20, 100):
+        index.write_bytes(index.read_bytes()[:length] if length else b"")
+        with pytest.raises(ConfigurationError, match=r"corpus\.idx' is no index of"):
+            loaders({"data_path": corpus, "splits_string": "8,1,1"})

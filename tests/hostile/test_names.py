@@ -1,0 +1,269 @@
+"""Names in files of others: what they name lies in the folder, and nothing outside of it is read, written or removed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.support.checkpoints import write_checkpoint
+from torch import nn
+
+from accelerate import disk_offload, dispatch_model, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accelerate._base.errors import AccelerateError, CheckpointError, ConfigurationError
+from accelerate.checkpointing.catalog import catalog, inspect, newest_valid
+from accelerate.checkpointing.files import FileRecord
+from accelerate.checkpointing.manifest import Manifest, finish_publish
+from accelerate.commands.estimate_source import find_model
+from accelerate.offload.store import OffloadedWeightsLoader, checkpoint_files, offload_state_dict, offload_weight
+from accelerate.offload.weight_files import find_weight_files, save_offload_index
+
+OUTSIDE = ["../x", "a/../../x", "/x", "//server/x", "..\\x", "a\\..\\..\\x", "C:\\x", "C:x", "\\x", "..", "sub/.."]
+NO_NAMES = ["", ".", "./", "a\0b", "\ud800", None, 3, ["a"], {}]
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return everything below a folder: paths, times of change and contents."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path) -> Path:
+    """A folder `inside` that hostile files are put into, among others whose files nobody may touch."""
+    for name in ("x", "x.dat", "x.safetensors", "other/x", "other/manifest.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "inside").mkdir()
+    return tmp_path
+
+
+class TestWeightIndexes:
+    def write(self, folder: Path, name: str) -> Path:
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"weight": name, "bias": name}}))
+        return index
+
+    @pytest.mark.parametrize("name", OUTSIDE)
+    def test_an_index_cannot_name_files_elsewhere(self, name: str, surroundings: Path) -> None:
+        index = self.write(surroundings / "inside", name)
+        for read in (checkpoint_files, find_weight_files, lambda path: find_model(str(path))):
+            for path in (index, index.parent):
+                with pytest.raises(ConfigurationError, match=r"index\.json' names the file"):
+                    read(path)
+        with pytest.raises(ConfigurationError, match=r"index\.json' names the file"):
+            load_checkpoint_in_model(nn.Linear(2, 2), index.parent)
+
+    def test_an_absolute_path_into_the_folder_is_refused_too(self, surroundings: Path) -> None:
+        index = self.write(surroundings / "inside", str(surroundings / "inside" / "a.safetensors"))
+        with pytest.raises(ConfigurationError, match="begins at the root of a disk"):
+            checkpoint_files(index)
+
+    def test_links_of_the_users_own_are_followed(self, surroundings: Path) -> None:
+        # As the cache of the Hub is made.
+        model = nn.Linear(2, 2)
+        (surroundings / "blobs").mkdir()
+        save_file(model.state_dict(), surroundings / "blobs" / "123")
+        (surroundings / "inside" / "w.safetensors").symlink_to("../blobs/123")
+        index = self.write(surroundings / "inside", "w.safetensors")
+        loaded = nn.Linear(2, 2)
+        load_checkpoint_in_model(loaded, index)
+        assert torch.equal(loaded.weight, model.weight)
+
+
+class TestOffloadFolders:
+    @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "..\\x", "C:x", "a\0b"])
+    def test_a_weight_cannot_be_written_elsewhere(self, name: str, surroundings: Path) -> None:
+        before = tree(surroundings)
+        with pytest.raises(ConfigurationError, match=r"^The weight .* names the file"):
+            offload_weight(torch.ones(2), name, surroundings / "inside", {})
+        with pytest.raises(ConfigurationError, match=r"^The weight .* names the file"):
+            offload_state_dict(surroundings / "inside", {name: torch.ones(2)})
+        assert tree(surroundings) == before
+
+    def test_names_of_an_index_cannot_lead_to_raw_files_elsewhere(self, surroundings: Path) -> None:
+        entry = {"dtype": "uint8", "shape": [4]}
+        (surroundings / "inside" / "index.json").write_text(json.dumps({"../x": entry}))
+        weights = OffloadedWeightsLoader(save_folder=surroundings / "inside")
+        with pytest.raises(ConfigurationError, match=r"'\.\./x\.dat', which leads out of the folder"):
+            weights["../x"]
+
+    @pytest.mark.parametrize(
+        "name", ["/elsewhere.safetensors", "../x.safetensors", "C:\\x.safetensors", "a\0b", "/dev/zero"]
+    )
+    def test_an_index_that_was_not_written_here_cannot_point_elsewhere(self, name: str, tmp_path: Path) -> None:
+        folder = tmp_path / "inside"
+        folder.mkdir()
+        (folder / "index.json").write_text(json.dumps({"a": {"safetensors_file": name, "weight_name": "a"}}))
+        with pytest.raises(ConfigurationError, match=r"outside of its folder.*pass index="):
+            OffloadedWeightsLoader(save_folder=folder)
+        with pytest.raises(ConfigurationError, match="outside of its folder"):
+            disk_offload(nn.Linear(2, 2), folder)
+        with pytest.raises(ConfigurationError, match="outside of its folder"):
+            dispatch_model(nn.Linear(2, 2), {"": "disk"}, offload_dir=folder, main_device="cpu")
+
+    def test_who_has_not_seen_a_file_cannot_point_at_it(self, tmp_path: Path) -> None:
+        save_file({"a": torch.ones(2)}, tmp_path / "secret.safetensors")
+        folder = tmp_path / "inside"
+        folder.mkdir()
+        entry = {"safetensors_file": str(tmp_path / "secret.safetensors"), "weight_name": "a", "dtype": "float32"}
+        (folder / "index.json").write_text(json.dumps({"a": {**entry, "size": 88, "modified": 1}}))
+        with pytest.raises(
+            ConfigurationError, match="is not the one that the index of the offload folder was written for"
+        ):
+            OffloadedWeightsLoader(save_folder=folder)["a"]
+        # The program's own index, in memory, is its own matter.
+        assert OffloadedWeightsLoader(index={"a": entry})["a"].tolist() == [1, 1]
+
+    def test_what_the_library_wrote_is_read_again(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        save_file(model.state_dict(), tmp_path / "w.safetensors")
+        expected = model(torch.ones(1, 2))
+        for _ in range(2):
+            made = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to("meta")
+            load_checkpoint_and_dispatch(
+                made, tmp_path / "w.safetensors", {"0": "cpu", "1": "disk"}, offload_folder=tmp_path / "folder"
+            )
+            assert torch.equal(made(torch.ones(1, 2)), expected)
+        weights = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
+        assert torch.equal(weights["1.weight"], model[1].weight)
+        # Another file under its name is noticed, and loading again is the remedy.
+        save_file({name: value + 1 for name, value in model.state_dict().items()}, tmp_path / "w.safetensors")
+        with pytest.raises(ConfigurationError, match="Load the checkpoint again with this offload_folder"):
+            OffloadedWeightsLoader(save_folder=tmp_path / "folder")["1.weight"]
+        made = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to("meta")
+        load_checkpoint_in_model(made, tmp_path / "w.safetensors", {"": "disk"}, offload_folder=tmp_path / "folder")
+        weights = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
+        assert torch.equal(weights["1.weight"], model[1].weight + 1)
+
+    def test_files_in_the_folder_may_be_named_either_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save_file({"a": torch.ones(2)}, tmp_path / "w.safetensors")
+        for name in ("w.safetensors", str(tmp_path / "w.safetensors")):
+            (tmp_path / "index.json").write_text(json.dumps({"a": {"safetensors_file": name}}))
+            assert OffloadedWeightsLoader(save_folder=tmp_path)["a"].tolist() == [1, 1]
+        # What a program says by a path from where it is, stays that file wherever it is read from.
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "folder").mkdir()
+        save_offload_index({"a": {"safetensors_file": "w.safetensors", "weight_name": "a"}}, "folder")
+        monkeypatch.chdir("/")
+        assert OffloadedWeightsLoader(save_folder=tmp_path / "folder")["a"].tolist() == [1, 1]
+
+    @pytest.mark.parametrize(
+        "entry", [3, None, {}, {"dtype": "float32"}, {"dtype": 1, "shape": []}, {"dtype": "int8", "shape": [-1]}]
+    )
+    def test_an_entry_that_is_none_is_told(self, entry: Any, tmp_path: Path) -> None:
+        (tmp_path / "index.json").write_text(json.dumps({"a": entry}))
+        with pytest.raises(ConfigurationError, match=r"index\.json' says .* of 'a'"):
+            OffloadedWeightsLoader(save_folder=tmp_path)
+
+
+class TestManifests:
+    def hostile(self, folder: Path, name: str, *, pending: bool) -> None:
+        """Let the manifest of a checkpoint, or of one that is decided, list a file elsewhere."""
+        write_checkpoint(folder, {"a": "one"})
+        content = json.loads((folder / "manifest.json").read_text())
+        content["files"][0]["name"] = name
+        if pending:
+            (folder / ".sealed").mkdir()
+            (folder / ".sealed" / "a").write_text("new")
+        ((folder / ".sealed" if pending else folder) / "manifest.json").write_text(json.dumps(content))
+
+    @pytest.mark.parametrize("name", [*OUTSIDE, *NO_NAMES])
+    def test_a_record_cannot_be_of_a_file_elsewhere(self, name: Any) -> None:
+        with pytest.raises(ValueError, match="A manifest names the file"):
+            FileRecord(name, 1, "x")
+
+    @pytest.mark.parametrize("name", OUTSIDE)
+    @pytest.mark.parametrize("pending", [True, False])
+    def test_nothing_outside_of_the_folder_is_moved_or_removed(
+        self, name: str, pending: bool, surroundings: Path
+    ) -> None:
+        folder = surroundings / "inside" / "checkpoint_1"
+        write_checkpoint(surroundings / "inside" / "checkpoint_0", {"a": "good"})
+        self.hostile(folder, name, pending=pending)
+        before = {path: entry for path, entry in tree(surroundings).items() if "checkpoint_1" not in path}
+        assert not inspect(folder).is_valid
+        chosen = newest_valid(surroundings / "inside")
+        assert chosen.value is not None
+        assert chosen.value.name == "checkpoint_0"
+        assert "checkpoint_1 was passed over" in chosen.reason
+        with pytest.raises(CheckpointError, match="A manifest names the file"):
+            finish_publish(folder) if pending else Manifest.read(folder)
+        after = {path: entry for path, entry in tree(surroundings).items() if "checkpoint_1" not in path}
+        assert after == before
+
+    @pytest.mark.parametrize("side", ["old", "new", "source", "pending"])
+    def test_files_are_not_moved_or_removed_through_links(self, side: str, surroundings: Path) -> None:
+        folder = surroundings / "inside" / "state"
+        write_checkpoint(folder, {"a": "one"})
+        content = json.loads((folder / "manifest.json").read_text())
+        hostile = {**content, "files": [{"name": "link/x", "size": 4, "checksum": "x"}]}
+        if side == "pending":
+            (surroundings / "other" / "manifest.json").write_text(json.dumps(content))
+            (surroundings / "other" / "a").write_text("mine")
+            (folder / ".sealed").symlink_to(surroundings / "other")
+        else:
+            (folder / ".sealed").mkdir()
+            source = folder if side == "old" else folder / ".sealed"
+            (folder / ".sealed" / "manifest.json").write_text(json.dumps(content))
+            (source / "manifest.json").write_text(json.dumps(hostile))
+            linked = folder / ".sealed" if side == "source" else folder
+            (linked / "link").symlink_to(surroundings / "other")
+            if side == "new":
+                (folder / ".sealed" / "link").mkdir()
+                (folder / ".sealed" / "link" / "x").write_text("hostile")
+        before = tree(surroundings / "other")
+        with pytest.raises(CheckpointError, match="is a link out of the checkpoint"):
+            finish_publish(folder)
+        assert not inspect(folder).is_valid
+        assert tree(surroundings / "other") == before
+
+    def test_a_file_that_cannot_be_moved_stops_no_other_checkpoint(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path / "checkpoint_0", {"a": "good"})
+        broken = write_checkpoint(tmp_path / "checkpoint_1", {"a": "one"})
+        (broken / ".sealed").mkdir()
+        shutil.copy(broken / "manifest.json", broken / ".sealed")
+        (broken / ".sealed" / "a").write_text("new")
+        (broken / "a").unlink()
+        (broken / "a" / "sub").mkdir(parents=True)
+        assert [info.is_valid for info in catalog(tmp_path)] == [True, False]
+
+
+def test_hostile_folders_leave_their_surroundings_as_they_were(surroundings: Path) -> None:
+    """Let everything that reads a folder read one in which every file is hostile."""
+    inside = surroundings / "inside"
+    outside = ["../x", str(surroundings / "x"), "../other/x", "../x.safetensors"]
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict(enumerate(outside))}))
+    (inside / "index.json").write_text(json.dumps({name: {"dtype": "uint8", "shape": [4]} for name in outside}))
+    records = [{"name": name, "size": 4, "checksum": "x"} for name in outside]
+    manifest = {"version": 1, "files": records, "world_size": 1, "facts": {}, "created": 0, "versions": {}}
+    (inside / "manifest.json").write_text(json.dumps(manifest))
+    (inside / ".sealed").mkdir()
+    (inside / ".sealed" / "manifest.json").write_text(json.dumps(manifest))
+    before = {path: entry for path, entry in tree(surroundings).items() if not path.startswith("inside")}
+    reads: list[Any] = [
+        lambda: inspect(inside, checksums=True),
+        lambda: newest_valid(surroundings),
+        lambda: finish_publish(inside),
+        lambda: checkpoint_files(inside),
+        lambda: find_model(str(inside)),
+        lambda: [OffloadedWeightsLoader(save_folder=inside)[name] for name in outside],
+        lambda: load_checkpoint_in_model(nn.Linear(2, 2), inside, {"": "disk"}, offload_folder=inside),
+        lambda: offload_state_dict(inside, {name: torch.ones(2) for name in outside}),
+    ]
+    refused = 0
+    for read in reads:
+        try:
+            read()
+        except AccelerateError:
+            refused += 1
+    assert refused == 6  # all but those that list what is there
+    assert {path: entry for path, entry in tree(surroundings).items() if not path.startswith("inside")} == before
+    assert {path.name for path in surroundings.iterdir()} == {"inside", "other", "x", "x.dat", "x.safetensors"}
