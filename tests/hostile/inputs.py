@@ -7,10 +7,13 @@ import io
 import json
 import pickle
 import struct
+import tempfile
+import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -385,6 +388,22 @@ MANIFESTS = [
 ]
 
 
+@cache
+def _descriptions() -> list[bytes]:
+    """What torch writes about shards: of tensors and values, of nothing at all; and one that runs code."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    found = []
+    for state in ({"model": {"a": torch.ones(2, 3), "b": 5}, "list": [torch.ones(1), "x"]}, {}):
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save(state, storage_writer=FileSystemWriter(folder))
+            found.append((Path(folder) / ".metadata").read_bytes())
+    return [*found, pickle.dumps(_Runs())]
+
+
 def two_of(one: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
     """Two texts with a zero between them."""
     return st.tuples(one, one).map(b"\0".join)
@@ -425,5 +444,6 @@ INPUTS: dict[str, Callable[[], st.SearchStrategy[bytes]]] = {
     "manifest": lambda: json_of(*MANIFESTS),
     "pending_manifest": lambda: two_of(json_of(*MANIFESTS)),
     "progress": lambda: json_of({"epoch": 1, "step": 2, "samples": 3}),
+    "shard_description": lambda: damaged(st.sampled_from(_descriptions())),
     "indexed_data": lambda: damaged(indexes_of_data()),
 }

@@ -309,6 +309,7 @@ def safetensors_file(data: bytes, folder: Path) -> None:
 def torch_file(data: bytes, folder: Path) -> None:
     """Read a file of torch: with a first byte of 1 the rest is the pickle in an archive that is otherwise right."""
     from accelerate.checkpointing.catalog import inspect
+    from accelerate.checkpointing.parts import LoadOptions, read_torch
     from accelerate.offload.estimate import read_tensors
     from accelerate.offload.store import open_weights_file
 
@@ -322,7 +323,7 @@ def torch_file(data: bytes, folder: Path) -> None:
         for name in file.names():
             in_turn(functools.partial(file.like, name), lambda name=name: file.read(name, torch.device("cpu")))
 
-    in_turn(read_all, lambda: read_tensors([path]), lambda: inspect(folder))
+    in_turn(read_all, lambda: read_tensors([path]), lambda: inspect(folder), lambda: read_torch(path, LoadOptions()))
 
 
 def archive(pickled: bytes) -> bytes:
@@ -399,6 +400,16 @@ def progress(data: bytes, folder: Path) -> None:
 # --- datasets -----------------------------------------------------------------------------------------------------------
 
 
+def shard_description(data: bytes, folder: Path) -> None:
+    """Read the description of shards, and what it names of a file of zeros."""
+    from accelerate.checkpointing.sharded import ShardFolder
+
+    shards = empty(folder / "shards")
+    (shards / ".metadata").write_bytes(data)
+    (shards / "__0_0.distcp").write_bytes(bytes(4096))
+    in_turn(ShardFolder(shards).metadata, ShardFolder(shards).read_whole)
+
+
 def indexed_data(data: bytes, folder: Path) -> None:
     """Read the index of Megatron's data; one that is right is read to its end."""
     import numpy
@@ -437,6 +448,7 @@ TARGETS: dict[str, Target] = {
         manifest,
         pending_manifest,
         progress,
+        shard_description,
         indexed_data,
     )
 }

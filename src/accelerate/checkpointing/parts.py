@@ -16,11 +16,13 @@ from safetensors.torch import load_file
 
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError, WrongTypeError
+from accelerate._base.untrusted import first_line
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
 from accelerate.checkpointing.sharded import ShardFolder, is_sharded
 from accelerate.checkpointing.torch_files import allows_pickle, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
+from accelerate.offload.weight_files import check_torch_file
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
 
@@ -155,6 +157,8 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
     keywords: dict[str, Any] = {"map_location": options.map_location, **options.load_kwargs, **overrides}
     keywords["weights_only"] = not options.allows_pickle
     try:
+        if not options.allows_pickle:
+            check_torch_file(path)
         return load_in_threads(path, **keywords)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -165,15 +169,14 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
         if options.allows_pickle:
             raise _broken(path, error) from error
         raise CheckpointError(refusal(path, error)) from error
-    except (RuntimeError, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever torch's readers, and those below them, make of broken bytes
         raise _broken(path, error) from error
 
 
 def _broken(path: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).splitlines() or [""])[0]
     return CheckpointError(
-        f"{str(path)!r} cannot be read ({type(error).__name__}: {reason}), so it is probably broken. Use another "
-        "checkpoint."
+        f"{str(path)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. Use "
+        "another checkpoint."
     )
 
 

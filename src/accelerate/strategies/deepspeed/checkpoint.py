@@ -17,6 +17,7 @@ import torch
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError
 from accelerate._base.imports import require
+from accelerate._base.untrusted import path_inside, read_limited
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import WINDOW
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed, read_torch
@@ -131,12 +132,11 @@ class EnginePart:
                 f"{str(own)!r} has no files of DeepSpeed: the checkpoint is of a run without it, or of fewer models. Load it "
                 "as it was saved, or load the weights alone with load_checkpoint_in_model before prepare()."
             )
-        tag = latest.read_text(encoding="utf-8").strip()
-        if Path(tag).name != tag or tag in ("", ".."):
-            raise CheckpointError(
-                f"{str(latest)!r} names {tag!r}, which is not the name of a folder beside it, so it is broken. Use another "
-                "checkpoint."
-            )
+        try:
+            tag = read_limited(latest).decode().strip()
+            path_inside(own, tag, repr(str(latest)))
+        except ValueError as error:
+            raise CheckpointError(f"{str(latest)!r} cannot be read: {error}") from error
         facts = read_facts(own / tag, self._reader)
         facts.check(self.engine, own)
         if facts.num_shards in (None, self.engine.seq_dp_world_size):
