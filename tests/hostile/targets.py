@@ -407,7 +407,7 @@ def shard_description(data: bytes, folder: Path) -> None:
     shards = empty(folder / "shards")
     (shards / ".metadata").write_bytes(data)
     (shards / "__0_0.distcp").write_bytes(bytes(4096))
-    in_turn(ShardFolder(shards).metadata, ShardFolder(shards).read_whole)
+    ShardFolder(shards).read_whole()
 
 
 def indexed_data(data: bytes, folder: Path) -> None:

@@ -254,7 +254,7 @@ class TestShards:
             (folder / ".metadata").write_bytes(original)
             self.describe(folder, change)
             with pytest.raises(CheckpointError, match=r"\.metadata' is not read.*mkdir"):
-                ShardFolder(folder).metadata()
+                _ = ShardFolder(folder).metadata
             with pytest.raises(CheckpointError, match="mkdir"):
                 merge_fsdp_weights(folder, tmp_path / "merged")
             # Nobody needs code here, so nobody can ask for it.
@@ -267,7 +267,7 @@ class TestShards:
         text = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x05\x00\x00\x00spoilI1\nstb."
         (folder / ".metadata").write_bytes(text)
         with pytest.raises(CheckpointError, match=r"\.metadata' cannot be read"):
-            ShardFolder(folder).metadata()
+            _ = ShardFolder(folder).metadata
         assert not hasattr(Metadata, "spoil")
 
     @pytest.mark.parametrize("name", ["../other.distcp", "/etc/passwd", "..", "", "a/../../b", "..\\b", "a\0b"])
@@ -322,7 +322,7 @@ class TestShards:
         content = (folder / ".metadata").read_bytes()
         (folder / ".metadata").write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"\.metadata"):
-            ShardFolder(folder).metadata()
+            _ = ShardFolder(folder).metadata
 
 
 class TestDeepSpeed:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,23 +46,21 @@ class ShardFolder:
     path: Path
     allows_pickle: bool = field(default_factory=lambda: torch_files.allows_pickle({}))
 
+    @cached_property
     def metadata(self) -> Metadata:
-        """Return what is in the folder.
+        """Return what is in the folder, read once.
 
         Raises:
             CheckpointError: If it is no such folder, or its description cannot be read.
         """
         from accelerate.checkpointing.shard_reader import read_description
 
-        self._require_shards()
-        return read_description(self.path / METADATA)
-
-    def _require_shards(self) -> None:
         if not is_sharded(self.path):
             raise CheckpointError(
                 f"{str(self.path)!r} holds no shards: there is no {METADATA!r} in it. Give the folder that holds it, such as "
                 "'pytorch_model_fsdp_0' inside a checkpoint."
             )
+        return read_description(self.path / METADATA)
 
     def load_into(self, state: dict[str, Any], *, flat: bool = False) -> None:
         """Fill the tensors of a state dict, and replace its other values; no rank waits for another.
@@ -78,12 +77,12 @@ class ShardFolder:
 
         from accelerate.checkpointing.shard_reader import ShardPlanner, ShardReader
 
-        self._require_shards()
+        reader = ShardReader(self.path, self.metadata)
         kind = DefaultLoadPlanner if self.allows_pickle else ShardPlanner
         planner = kind(flatten_state_dict=not flat, flatten_sharded_tensors=not flat)
         try:
             with without_warnings_of_torch():
-                load(state, storage_reader=ShardReader(self.path), planner=planner, no_dist=True)
+                load(state, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointError:
             raise
         except (CheckpointException, RuntimeError, ValueError, OSError) as error:
@@ -96,7 +95,7 @@ class ShardFolder:
                 f"{text[0] if text else error!r}. Build the model as it was when the checkpoint was saved."
             ) from error
 
-    def read(self, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return some entries in host memory, by the names that the description has for them.
 
         Raises:
@@ -107,7 +106,7 @@ class ShardFolder:
         state: dict[str, Any] = {}
         try:
             for key in keys:
-                entry = metadata.state_dict_metadata[key]
+                entry = self.metadata.state_dict_metadata[key]
                 state[key] = None
                 if isinstance(entry, TensorStorageMetadata):
                     state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -121,9 +120,8 @@ class ShardFolder:
 
     def read_whole(self) -> dict[str, Any]:
         """Return everything in host memory, in the structure that was saved."""
-        metadata = self.metadata()
-        flat = self.read(metadata, metadata.state_dict_metadata)
-        paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+        flat = self.read(self.metadata.state_dict_metadata)
+        paths: Mapping[str, tuple[Any, ...]] = self.metadata.planner_data or {}
         return unflatten({key: paths.get(key, (key,)) for key in flat}, flat)
 
 
@@ -175,13 +173,13 @@ class WholeTensors:
 
         self.folder = ShardFolder(folder)
         self.batch_bytes = batch_bytes
-        self.metadata = self.folder.metadata()
-        paths: Mapping[str, tuple[Any, ...]] = self.metadata.planner_data or {}
+        metadata = self.folder.metadata
+        paths: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
         self.keys: dict[str, str] = {}
         """Name of a weight -> its name in the folder."""
         self.shapes: dict[str, torch.Tensor] = {}
         """Name of a weight -> a tensor without memory of its shape and dtype."""
-        for key, entry in self.metadata.state_dict_metadata.items():
+        for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 path = paths.get(key, (key,))
                 name = ".".join(str(part) for part in (path[1:] if len(path) > 1 else path))
@@ -202,7 +200,7 @@ class WholeTensors:
         yield from self._read(batch)
 
     def _read(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        found = self.folder.read(self.metadata, [self.keys[name] for name in names]) if names else {}
+        found = self.folder.read([self.keys[name] for name in names]) if names else {}
         for name in names:
             yield name, found.pop(self.keys[name])
 

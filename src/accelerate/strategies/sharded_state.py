@@ -142,10 +142,10 @@ def shapes_in_folder(folder: ShardFolder) -> StateDict:
     """Return the state in a folder of shards, with tensors without memory in place of its tensors."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = folder.metadata()
+    metadata = folder.metadata
     paths = metadata.planner_data or {}
     keys = [key for key in metadata.state_dict_metadata if paths[key][1] == "param_groups"]
-    found = sharded.unflatten({key: paths[key][1:] for key in keys}, folder.read(metadata, keys))
+    found = sharded.unflatten({key: paths[key][1:] for key in keys}, folder.read(keys))
     found["state"] = {}
     for key, entry in metadata.state_dict_metadata.items():
         _, part, name, *field = paths[key]
@@ -355,7 +355,7 @@ class ShardedPart(ABC):
         path = folder / self.folder_name
         if sharded.is_sharded(path):
             shards = ShardFolder(path, options.allows_pickle)
-            self.check(path, shards.metadata())
+            self.check(path, shards.metadata)
             return shards
         # A full state is sent from rank 0, so that the others need no memory for it.
         return self.read_file(folder, options) if current.runtime().rank == 0 else {}

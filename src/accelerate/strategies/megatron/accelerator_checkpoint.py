@@ -166,9 +166,8 @@ class MegatronOptimizerPart(ShardedPart):
         _check_backends(path)
         # Read here too: megatron-core reads with code what is no tensor.
         shards = ShardFolder(path, options.allows_pickle)
-        metadata = shards.metadata()
-        others = [key for key, entry in metadata.state_dict_metadata.items() if not hasattr(entry, "size")]
-        shards.read(metadata, others)
+        others = [key for key, entry in shards.metadata.state_dict_metadata.items() if not hasattr(entry, "size")]
+        shards.read(others)
         self._check(path, read_torch(path / _COMMON, options, map_location="cpu").get(_FACTS, {}))
         return path
 

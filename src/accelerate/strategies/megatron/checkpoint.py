@@ -55,7 +55,7 @@ class PiecesPart(ShardedPart):
         path = folder / self.folder_name
         if is_sharded(path):
             shards = ShardFolder(path, options.allows_pickle)
-            self.check(path, shards.metadata())
+            self.check(path, shards.metadata)
             return shards
         if self.carried.map is None:
             raise CheckpointError(
