@@ -257,7 +257,7 @@ class Accelerator(ProcessControl):
         """
         self._run_progress.stop_listening()
         with suppress(CheckpointError):  # it was logged
-            self.wait_for_save()
+            self._checkpoints.checkpointer.close()
         self.free_memory()
         process_group.leave()
         AcceleratorState._reset_state()
@@ -896,4 +896,4 @@ class Accelerator(ProcessControl):
                 steps.callback(self.state.wait_for_everyone)
             for tracker in reversed(self.trackers):
                 steps.callback(tracker.finish)
-            steps.callback(self.wait_for_save)
+            steps.callback(self._checkpoints.checkpointer.close)

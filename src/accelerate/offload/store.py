@@ -22,7 +22,7 @@ from accelerate.offload.safetensors_format import identity_in_memory, tensor_byt
 from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
 from accelerate.offload.tensors import is_empty, resolve_dtype
 from accelerate.offload.weight_files import INDEX_SUFFIX, index_shards
-from accelerate.runtime.atomic import atomic_file
+from accelerate.runtime.atomic import atomic_file, partial_name
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
@@ -60,7 +60,15 @@ def offload_weight(
 ) -> MutableMapping[str, Any] | None:
     """Write the bytes of a weight to its own file, and note its dtype and shape in `index`."""
     data = tensor_bytes(weight) if weight.numel() else b""
-    (Path(offload_folder) / f"{weight_name}.dat").write_bytes(data)
+    file = Path(offload_folder) / f"{weight_name}.dat"
+    # Another process may have mapped a file of this name: it keeps what it has, and a change of its memory would end it.
+    if not (file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data):
+        partial = file.with_name(partial_name(file.name))
+        try:
+            partial.write_bytes(data)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index

@@ -166,4 +166,5 @@ def test_prune_removes_it(tmp_path: Path) -> None:
     removed = prune(tmp_path, 1)
     assert sorted(removed) == [tmp_path / "checkpoint_0", tmp_path / "checkpoint_1"]
     assert [found.name for found in catalog(tmp_path)] == ["checkpoint_2"]
+    accelerator.end_training()
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint_2"]

@@ -160,6 +160,7 @@ def test_an_interruption_while_hooks_run_leaves_nothing(tmp_path: Path) -> None:
     accelerator.register_save_state_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         accelerator.save_state(str(tmp_path / "state"))
+    accelerator.end_training()
     assert list(tmp_path.iterdir()) == []
 
 
