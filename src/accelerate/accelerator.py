@@ -823,9 +823,9 @@ class Accelerator(ProcessControl):
         Every process must call it. It waits for a save that is under way, closes trackers and leaves the process group.
         `accelerate launch` ends with the same code.
         """
+        ignore_signals()  # who asked this process to end need not do so again while it does
         self.wait_for_save()
         self.end_training()
-        ignore_signals()  # who asked this process to end need not do so again while it does
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def resume(self) -> bool:
