@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import Choice
-from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid, prune
+from accelerate.checkpointing.catalog import CheckpointInfo, moment_in, newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, WorkerThread
 from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, publish
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
@@ -379,7 +379,8 @@ class StagedSave:
             strays = [file for file in files if file.relative_to(stage).as_posix() not in known]
             records += [FileRecord.of(file, stage) for file in strays]
             claims.check(self.claimed or self.target)
-            publish(stage, self.target, Manifest(tuple(records), self.group.topology.world_size, self.facts))
+            world_size, created = self.group.topology.world_size, moment_in(self.target.parent)
+            publish(stage, self.target, Manifest(tuple(records), world_size, self.facts, created))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             return error
         return None

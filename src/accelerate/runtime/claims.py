@@ -252,7 +252,9 @@ def _is_over(holder: Holder, file: Path) -> bool:
     owner = holder.owner
     is_alive = owner.is_alive() if owner is not None else None
     if owner is not None and is_alive is not None:
-        return not is_alive or owner.is_above() or _happens(lambda: not owner.is_alive(), _SECONDS_TO_DIE)
+        if not is_alive or owner.is_above():
+            return True
+        return _happens(lambda: not owner.is_alive() or Holder.read(file) != holder, _SECONDS_TO_DIE)
     _LOG.warning(
         "%s is held by %s, which cannot be seen from here: waiting for a sign of life for up to %.0f s.",
         file,
