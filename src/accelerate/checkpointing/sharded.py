@@ -92,6 +92,25 @@ def without_warnings_of_torch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def written_by_torch() -> Iterator[None]:
+    """Let torch's distributed checkpoint write; what it raises is no `Exception`, and nobody would catch it.
+
+    Raises:
+        CheckpointError: If a rank could not write its shards; all ranks raise it.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with without_warnings_of_torch():
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(
+            f"The shards of rank {rank} could not be written ({type(cause).__name__}: {cause})."
+        ) from error
+
+
 def read_whole(folder: Path) -> dict[str, Any]:
     """Return everything that is in a folder, whole and in host memory, in the structure that was saved."""
     metadata = read_metadata(folder)

@@ -360,8 +360,9 @@ class StagedSave:
         try:
             if not stage.is_dir():
                 raise CheckpointError(
-                    f"{str(stage)!r}, made by the leading rank, is not to be seen here: the machines have no common disk "
-                    "at this place. Save to a shared folder, or use ProjectConfiguration(save_on_each_node=True)."
+                    f"{str(stage)!r}, made by the leading rank, is not to be seen here: it was removed, or the machines "
+                    "have no common disk at this place. Keep it, save to a shared folder, or use "
+                    "ProjectConfiguration(save_on_each_node=True)."
                 )
             for part, payload in self.snapshot:
                 part.write(payload, self.folder)
@@ -378,9 +379,17 @@ class StagedSave:
             # Hooks of the program may have written here too.
             strays = [file for file in files if file.relative_to(stage).as_posix() not in known]
             records += [FileRecord.of(file, stage) for file in strays]
-            claims.check(self.claimed or self.target)
             world_size, created = self.group.topology.world_size, moment_in(self.target.parent)
-            publish(stage, self.target, Manifest(tuple(records), world_size, self.facts, created))
+            manifest = Manifest(tuple(records), world_size, self.facts, created)
+            # Somebody may have cleaned up meanwhile: a folder with holes must not take the place of a whole one.
+            problems = manifest.problems(stage, checksums=False)
+            if problems:
+                raise CheckpointError(
+                    f"What was written to {str(stage)!r} is not there any more: {'; '.join(map(str, problems))}. Keep "
+                    "other programs from this folder while a checkpoint is saved."
+                )
+            claims.check(self.claimed or self.target)
+            publish(stage, self.target, manifest)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             return error
         return None

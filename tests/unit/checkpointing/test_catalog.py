@@ -132,7 +132,7 @@ def test_a_checkpoint_is_younger_than_those_beside_it_whatever_the_clock_says(tm
     for name, created in {"past": 1.0, "future": before + 1e6, "text": "1", "endless": math.inf}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(
-            json.dumps({**Manifest((), versions={}).to_json(), "created": created})
+            json.dumps(Manifest((), versions={}, created=created).to_json())  # type: ignore[arg-type]
         )
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "manifest.json").write_text("{")
