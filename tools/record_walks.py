@@ -77,8 +77,8 @@ GUIDES = {
         "Save",
         "`save_state(folder)`",
         14,
-        23,
-        "the way itself takes ten files; each of the others gives the state of one kind of object, or is a leaf that all "
+        24,
+        "the way itself takes ten files, and one keeps other runs out; each of the others gives the state of one kind of object, or is a leaf that all "
         "share.",
     ),
     "load": Guide(

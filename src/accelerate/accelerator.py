@@ -257,7 +257,7 @@ class Accelerator(ProcessControl):
         """
         self._run_progress.stop_listening()
         with suppress(CheckpointError):  # it was logged
-            self.wait_for_save()
+            self._checkpoints.checkpointer.close()
         self.free_memory()
         process_group.leave()
         AcceleratorState._reset_state()
@@ -823,9 +823,9 @@ class Accelerator(ProcessControl):
         Every process must call it. It waits for a save that is under way, closes trackers and leaves the process group.
         `accelerate launch` ends with the same code.
         """
+        ignore_signals()  # who asked this process to end need not do so again while it does
         self.wait_for_save()
         self.end_training()
-        ignore_signals()  # who asked this process to end need not do so again while it does
         raise SystemExit(PREEMPTED_EXIT_CODE)
 
     def resume(self) -> bool:
@@ -896,4 +896,4 @@ class Accelerator(ProcessControl):
                 steps.callback(self.state.wait_for_everyone)
             for tracker in reversed(self.trackers):
                 steps.callback(tracker.finish)
-            steps.callback(self.wait_for_save)
+            steps.callback(self._checkpoints.checkpointer.close)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.disks import contents, fill_up, flip, mounted, read_only, remove, truncate
 from tests.support.processes import run_group
 from tests.support.training import fresh_accelerator
 from torch.utils.data import DataLoader
@@ -21,21 +18,6 @@ from accelerate._base.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 
 WIDTH = 120  # 57 kB of weights, 173 kB with the optimizer
-
-
-@contextmanager
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """A folder that is a small disk in memory; skips the test where mounting is not allowed."""
-    folder.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk is not allowed here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def make_run(project: Path, width: int = WIDTH, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
@@ -57,17 +39,6 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, ste
         if number == steps:
             break
     return accelerator.progress.step
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
-def fill_up(disk: Path) -> None:
-    """Fill a disk to the last byte."""
-    with open(disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
-        while True:
-            filler.write(bytes(4096))
 
 
 def survive_a_full_disk(project: str, disk: str) -> list[str]:
@@ -131,28 +102,14 @@ def test_a_folder_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
         train(*run)
         run[0].save_state()
         before = contents(disk)
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with pytest.raises(CheckpointError, match=r"Read-only file system.*checkpoint_1"):
-            run[0].save_state()
-        assert train(*run) == 2
-        other = make_run(disk / "project")
-        other[0].load_state()
-        assert other[0].progress.step == 1
+        with read_only(disk):
+            with pytest.raises(CheckpointError, match=r"Read-only file system.*checkpoint_1"):
+                run[0].save_state()
+            assert train(*run) == 2
+            other = make_run(disk / "project")
+            other[0].load_state()
+            assert other[0].progress.step == 1
         assert contents(disk) == before
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    file.write_bytes(content)
-
-
-def remove(file: Path) -> None:
-    file.unlink()
 
 
 def two_checkpoints(project: Path) -> tuple[Path, Path]:

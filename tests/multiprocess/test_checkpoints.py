@@ -110,7 +110,7 @@ def failures(folder: str) -> dict[str, Any]:
         found[f"save, blocking={blocking}"] = str(caught.value)
     handle.remove()
     run.accelerator.wait_for_everyone()
-    found["left"] = sorted(entry.name for entry in Path(folder, "kept").iterdir())
+    found["left"] = sorted(entry.name for entry in Path(folder, "kept").iterdir() if ".accelerate-" not in entry.name)
     run.accelerator.wait_for_everyone()
     if rank == 0:
         Path(f"{folder}/kept/good/random_states_1.pkl").unlink()

@@ -186,6 +186,7 @@ def _be_member(
         run = make(lambda text: os.write(voice, f"{text}\n".encode()))
         outcome = run.train(**training)
         (run.folder / f"outcome-{rank}").write_bytes(pickle.dumps(outcome))
+        run.accelerator.end_training()
         close_process_group()
         code = 0
     except BaseException:

@@ -135,7 +135,7 @@ class Run:
         return {name: value.clone() for name, value in found.items()}
 
 
-def prepare(case: Case) -> Run:
+def prepare(case: Case, **options: Any) -> Run:
     """Prepare model, optimizer and loader, so that a step has the same rows however they are shared."""
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
     accelerator = fresh_accelerator(
@@ -143,6 +143,7 @@ def prepare(case: Case) -> Run:
         gradient_accumulation_steps=case.accumulation,
         dataloader_config=config,
         mixed_precision=case.precision,
+        **options,
     )
     model = make_model(case.kind, case.dropout)
     if case.optimizer == "sgd":

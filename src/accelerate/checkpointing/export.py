@@ -117,26 +117,38 @@ def save_weights(
     if safe_serialization:
         warn_of_dropped_names(shared)
     try:
-        with folder.stage() as stage, closing(FolderWriter(stage)) as staged:
-            for number, (file, names) in enumerate(files.items()):
-                # Read, written and forgotten before the next: one shard is all that is in memory.
-                if safe_serialization:
-                    staged.write_tensors(file, {name: weights.tensors[name].read() for name in names}, {"format": "pt"})
-                else:
-                    others = weights.others if number == 0 else {}
-                    staged.write_torch(file, {**_torch_shard(weights, names, shared), **others})
-                    if is_torch_version("<", "2.10"):
-                        gc.collect()  # before that, `torch.save` leaves what it wrote in a cycle of references
-                folder.take(stage / file, staged.finish)
-            staged.finish()
-        folder.publish(kind, list(files), index)
-        if safe_serialization and folder.path is not None:
-            _follow_replaced_files(weights, folder.path, files, shared)
+        with folder.claimed():
+            _write_and_publish(weights, folder, kind, files, index, shared)
     except OSError as error:
         raise CheckpointError(
             f"The weights could not be written to {str(folder)!r}: {error}. What an earlier save left there "
             "can still be read. Make room or choose another folder, and save again."
         ) from error
+
+
+def _write_and_publish(
+    weights: ModelWeights,
+    folder: WeightFolder,
+    kind: WeightFormat,
+    files: Mapping[str, list[str]],
+    index: Mapping[str, Any] | None,
+    shared: Mapping[str, str],
+) -> None:
+    with folder.stage() as stage, closing(FolderWriter(stage)) as staged:
+        for number, (file, names) in enumerate(files.items()):
+            # Read, written and forgotten before the next: one shard is all that is in memory.
+            if kind is SAFETENSORS:
+                staged.write_tensors(file, {name: weights.tensors[name].read() for name in names}, {"format": "pt"})
+            else:
+                others = weights.others if number == 0 else {}
+                staged.write_torch(file, {**_torch_shard(weights, names, shared), **others})
+                if is_torch_version("<", "2.10"):
+                    gc.collect()  # before that, `torch.save` leaves what it wrote in a cycle of references
+            folder.take(stage / file, staged.finish)
+        staged.finish()
+    folder.publish(kind, list(files), index)
+    if kind is SAFETENSORS and folder.path is not None:
+        _follow_replaced_files(weights, folder.path, files, shared)
 
 
 def _follow_replaced_files(

@@ -7,7 +7,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -74,6 +75,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _checksum(found: Mapping[str, Any]) -> str:
+    """Return the checksum of what a manifest says."""
+    content = {name: value for name, value in found.items() if name != "checksum"}
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The contents of a checkpoint, written last: a folder that has one was complete."""
@@ -92,7 +99,8 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return what is written to the file."""
-        return {"version": self.version, **asdict(self)}
+        found = {"version": self.version, **asdict(self)}
+        return {**found, "checksum": _checksum(found)}
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -116,6 +124,8 @@ class Manifest:
     def _from_json(cls, found: Any) -> Manifest:
         if found["version"] > VERSION:
             raise ValueError(f"it has version {found['version']}, and this release reads up to {VERSION}")
+        if found.get("checksum", own := _checksum(found)) != own:
+            raise ValueError("its bytes have changed since it was written")
         created, versions = found["created"], found["versions"]
         facts = {entry.name: found["facts"].get(entry.name, 0) for entry in fields(Facts)}
         numbers = {"version": found["version"], "world_size": found["world_size"], **facts}

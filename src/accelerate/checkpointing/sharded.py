@@ -135,6 +135,25 @@ def without_warnings_of_torch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def written_by_torch() -> Iterator[None]:
+    """Let torch's distributed checkpoint write; what it raises is no `Exception`, and nobody would catch it.
+
+    Raises:
+        CheckpointError: If a rank could not write its shards; all ranks raise it.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with without_warnings_of_torch():
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(
+            f"The shards of rank {rank} could not be written ({type(cause).__name__}: {cause})."
+        ) from error
+
+
 def unflatten(paths: Mapping[str, tuple[Any, ...]], flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return entries in the structure that their paths describe, counted ones as lists."""
     tree: dict[str, Any] = {}

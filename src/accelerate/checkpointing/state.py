@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import Choice
-from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid, prune
+from accelerate.checkpointing.catalog import CheckpointInfo, moment_in, newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, WorkerThread
 from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, publish
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
@@ -26,8 +25,8 @@ from accelerate.checkpointing.snapshot import Snapshot
 from accelerate.collectives.base import Communicator, communicator
 from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.config.plugins.training import ProjectConfiguration
-from accelerate.runtime import current
-from accelerate.runtime.atomic import make_stage
+from accelerate.runtime import claims, current
+from accelerate.runtime.atomic import discard_stage, make_stage
 from accelerate.runtime.current import Topology
 
 _LOG = logging.getLogger(__name__)
@@ -146,6 +145,7 @@ class Checkpointer:
         *,
         hooks: Sequence[SaveHook] = (),
         blocking: bool = True,
+        claimed: Path | None = None,
         keep: int | None = None,
     ) -> None:
         """Save a checkpoint, which appears as a whole or not at all; every rank calls it.
@@ -155,17 +155,19 @@ class Checkpointer:
             hooks: Called with the models, their weights and the folder; weights that one takes out are not written, and
                 what it writes to the folder becomes part of the checkpoint.
             blocking: Wait until it is on the disk; otherwise return when training can go on.
+            claimed: The folder that no other run may save into from now on; the target if None.
             keep: How many numbered checkpoints beside the target stay, with this one; all if None.
 
         Raises:
-            CheckpointError: If it, or the one before that was saved in the background, could not be saved.
+            CheckpointError: If it, or the one before that was saved in the background, could not be saved; also if
+                another run saves into this folder.
         """
         self.wait()
-        group = self.rank_group(background=not blocking)
-        stage = _make_common_stage(target, self.rank_group())
+        group, claimed = self.rank_group(background=not blocking), claimed or target
+        stage = _make_common_stage(target, claimed, self.rank_group())
         # Made here and not by a saving thread: threads cannot be started any more while the interpreter ends.
         folder = FolderWriter(stage, group.process_group)
-        save = StagedSave(target, folder, group, facts, keep)
+        save = StagedSave(target, folder, group, facts, keep, claimed=claimed)
         try:
             # Collect.
             parts = [*_let_hooks_write(state, hooks, stage), *state.run_parts]
@@ -192,6 +194,17 @@ class Checkpointer:
         """
         pending, self._pending = self._pending, None
         return pending.wait() if pending is not None else None
+
+    def close(self) -> None:
+        """Wait for the save in the background, and leave the folders that were saved into to other runs.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        try:
+            self.wait()
+        finally:
+            claims.release()
 
     def load(
         self, source: Path, state: RunState, options: LoadOptions, *, hooks: Sequence[LoadHook] = ()
@@ -270,13 +283,14 @@ def _new_process_group() -> dist.ProcessGroup:
     return group
 
 
-def _make_common_stage(target: Path, group: RankGroup) -> Path:
-    """Make the folder in which all ranks of a disk write."""
-    outcome: Path | OSError | None = None
+def _make_common_stage(target: Path, claimed: Path, group: RankGroup) -> Path:
+    """Keep other runs out, and make the folder in which all ranks of a disk write."""
+    outcome: Path | Exception | None = None
     if group.leads:
         try:
-            outcome = make_stage(target)
-        except OSError as error:
+            claims.claim(claimed)
+            outcome = make_stage(target, claimed)
+        except (OSError, CheckpointError) as error:
             outcome = error
     stage, *_ = group.agree(outcome, target, "begun")
     assert stage is not None  # the first rank of a disk leads
@@ -309,6 +323,8 @@ class StagedSave:
     snapshot: Snapshot = field(default_factory=Snapshot)
     failure: Exception | None = None
     """What went wrong on this rank before there was something to write."""
+    claimed: Path | None = None
+    """The folder that other runs are kept out of; the target if None."""
 
     def complete(self) -> None:
         """Write, agree, publish and rotate. Every rank calls it.
@@ -344,8 +360,9 @@ class StagedSave:
         try:
             if not stage.is_dir():
                 raise CheckpointError(
-                    f"{str(stage)!r}, made by the leading rank, is not to be seen here: the machines have no common disk "
-                    "at this place. Save to a shared folder, or use ProjectConfiguration(save_on_each_node=True)."
+                    f"{str(stage)!r}, made by the leading rank, is not to be seen here: it was removed, or the machines "
+                    "have no common disk at this place. Keep it, save to a shared folder, or use "
+                    "ProjectConfiguration(save_on_each_node=True)."
                 )
             for part, payload in self.snapshot:
                 part.write(payload, self.folder)
@@ -362,7 +379,17 @@ class StagedSave:
             # Hooks of the program may have written here too.
             strays = [file for file in files if file.relative_to(stage).as_posix() not in known]
             records += [FileRecord.of(file, stage) for file in strays]
-            publish(stage, self.target, Manifest(tuple(records), self.group.topology.world_size, self.facts))
+            world_size, created = self.group.topology.world_size, moment_in(self.target.parent)
+            manifest = Manifest(tuple(records), world_size, self.facts, created)
+            # Somebody may have cleaned up meanwhile: a folder with holes must not take the place of a whole one.
+            problems = manifest.problems(stage, checksums=False)
+            if problems:
+                raise CheckpointError(
+                    f"What was written to {str(stage)!r} is not there any more: {'; '.join(map(str, problems))}. Keep "
+                    "other programs from this folder while a checkpoint is saved."
+                )
+            claims.check(self.claimed or self.target)
+            publish(stage, self.target, manifest)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             return error
         return None
@@ -378,7 +405,7 @@ class StagedSave:
         """Give up: remove what was written."""
         self.folder.close()
         if self.group.leads:
-            shutil.rmtree(self.folder.path, ignore_errors=True)
+            discard_stage(self.folder.path)
 
 
 class PendingSave:

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -21,6 +21,7 @@ from accelerate._base import constants
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.imports import require
 from accelerate.runtime.atomic import atomic_file, partial_name, remove_abandoned, sync
+from accelerate.runtime.claims import claimed
 
 STAGE_MARK = "accelerate-save-"
 """How stages are named. It is not how those of checkpoints are: an index may point into a stage for a while, so nothing but
@@ -89,6 +90,10 @@ class WeightFolder(ABC):
 
     def __init__(self) -> None:
         self._stage_name = partial_name(mark=STAGE_MARK)
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """Return a block inside which no other process may save here, where such a thing can be had."""
+        return nullcontext()
 
     @abstractmethod
     def stage(self) -> AbstractContextManager[Path]:
@@ -163,6 +168,9 @@ class LocalFolder(WeightFolder):
 
     def __str__(self) -> str:
         return str(self._folder)
+
+    def claimed(self) -> AbstractContextManager[None]:
+        return claimed(self._folder.resolve())
 
     @contextmanager
     def stage(self) -> Iterator[Path]:

@@ -335,9 +335,14 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
+def _attempt(records: Path) -> tuple[float, int]:
+    """Return which attempt a folder is of: of the last run in it, the one with the highest number."""
+    return records.parents[1].stat().st_mtime, int(records.parent.name.rpartition("_")[2])
+
+
 def _failure(rank: int, failure: Any, logs: Path) -> Failure:
     # The agent names a record only where there is one, and a process that was killed leaves its stack alone.
-    folders = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}"), key=lambda folder: folder.stat().st_mtime)
+    folders = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}"), key=_attempt)
     moment, text = read_record(folders[-1] / "error.json") if folders else (None, "")
     # The agent keeps whole seconds of the time at which it saw the end.
     noticed = min(float(failure.timestamp) + 1.0, time.time())

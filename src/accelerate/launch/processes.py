@@ -24,6 +24,8 @@ from accelerate.launch.plan import LaunchPlan
 _ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
 # Asks a run to save and end while there is time; it ends no launcher by itself.
 _NOTICE = getattr(signal, "SIGUSR1", None)
+# What schedulers send, now and then more than once.
+_REQUESTS = (signal.SIGTERM, *([_NOTICE] if _NOTICE is not None else []))
 # A worker that waits inside a collective never sees Ctrl-C; after this time it is told in a way it cannot miss.
 _SECONDS_AFTER_INTERRUPT = 5.0
 _SECONDS_AFTER_TERMINATE = 3.0
@@ -116,8 +118,8 @@ class GracefulWorkers:
 class Shutdown:
     """What the launcher does with the signals it gets: the first one ends the run, a second one ends it at once.
 
-    Graceful workers get SIGTERM handed on and the time to save; the run then ends by itself. Without such workers it
-    is ended.
+    Graceful workers get SIGTERM handed on and the time to save; the run then ends by itself, and schedulers may repeat
+    themselves meanwhile. Without such workers it is ended.
 
     Args:
         seconds_to_end: How long workers may take.
@@ -141,6 +143,9 @@ class Shutdown:
         ends = _ENDING if ending is None else tuple(signal.Signals[name] for name in ending)
         self._handled = tuple(dict.fromkeys((*ends, *([_NOTICE] if _NOTICE is not None else []))))
         self._ended = threading.Event()
+        self._asked_to_save = False
+        self._arrived: list[signal.Signals] = []
+        self._is_acting = False
 
     @property
     def exit_code(self) -> int | None:
@@ -159,8 +164,9 @@ class Shutdown:
             return
 
         def handler(number: int, frame: FrameType | None) -> None:
-            if self._receive(signal.Signals(number)):
-                raise raised(signal.Signals(number))
+            ending = self._act_on(signal.Signals(number))
+            if ending is not None:
+                raise raised(ending)
 
         # What is ignored stays so: `nohup` asks to live on, and a shell keeps Ctrl-C from what it runs in the background.
         heard = [number for number in self._handled if signal.getsignal(number) is not signal.SIG_IGN]
@@ -170,27 +176,48 @@ class Shutdown:
         finally:
             self._ended.set()
             for number, old in before.items():
-                signal.signal(number, old if old is not None else signal.SIG_DFL)
+                # Who asked a run to save and end need not do so again while it does.
+                is_done = self._asked_to_save and number in _REQUESTS
+                signal.signal(number, signal.SIG_IGN if is_done else signal.SIG_DFL if old is None else old)
+
+    def _act_on(self, number: signal.Signals) -> signal.Signals | None:
+        """Act on a signal, and on those that come meanwhile; return the one that ends the run here and now."""
+        self._arrived.append(number)
+        ending: signal.Signals | None = None
+        # One that comes while another is acted on waits here: a hundred of them would be a hundred handlers deep.
+        while self._arrived and not self._is_acting:
+            self._is_acting = True
+            try:
+                arrived, self._arrived = self._arrived, []
+                for each in dict.fromkeys(arrived):
+                    ending = each if self._receive(each) else ending
+            finally:
+                self._is_acting = False
+        return ending
 
     def _receive(self, number: signal.Signals) -> bool:
         """Act on a signal and return whether it ends the run here and now."""
-        graceful = self._workers.running() if self._workers is not None and number in (signal.SIGTERM, _NOTICE) else []
+        graceful = self._workers.running() if self._workers is not None and number in _REQUESTS else []
+        saves = bool(graceful) or (self._asked_to_save and number in _REQUESTS)
+        if saves and not self._asked_to_save:
+            self._asked_to_save = True
+            self._requested()
         if number == _NOTICE:
-            if graceful:
-                self._requested()
-            _send(graceful or _children(direct=True), number)
+            _send(graceful if saves else _children(direct=True), number)
             return False
         if self.signal is not None:
-            _send(_children(), signal.SIGKILL)
+            if not saves:
+                _send(_children(), signal.SIGKILL)
             return False
         self.signal = number
-        action = f"the workers have {self.seconds_to_end:g} s to save and end" if graceful else "ending the workers"
-        sys.stderr.write(f"accelerate launch: {number.name}, {action}; again ends them at once\n")
-        if graceful:
-            self._requested()
-            _send(graceful, number)
+        if saves:
+            action = f"the workers have {self.seconds_to_end:g} s to save and end; Ctrl-C ends them at once"
+        else:
+            action = "ending the workers; again ends them at once"
+        sys.stderr.write(f"accelerate launch: {number.name}, {action}\n")
+        _send(graceful, number)
         threading.Thread(target=self._escalate, daemon=True).start()
-        return not graceful
+        return not saves
 
     def _escalate(self) -> None:
         """Go from a request to a kill for workers that do not end."""

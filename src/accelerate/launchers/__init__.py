@@ -428,7 +428,7 @@ def _failures(known: dict[int, Any], folder: Path) -> list[Failure]:
     """Return the failure that the agent names and those of which the other processes of this machine left a record."""
     (rank, named), *_ = known.items()
     first_rank = rank - named.local_rank
-    attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: attempt.stat().st_mtime)
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.rpartition("_")[2]))
     found = {}
     for records in attempts[-1].iterdir() if attempts else ():
         moment, text = read_record(records / "error.json")

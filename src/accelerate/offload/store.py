@@ -28,6 +28,7 @@ from accelerate.offload.weight_files import (
     read_offload_index,
     save_offload_index,
 )
+from accelerate.runtime.atomic import partial_name
 
 WeightInfo: TypeAlias = Mapping[str, Any]
 """How one weight is stored: `dtype` and `shape` of a raw file, or `safetensors_file`, `weight_name` and `dtype`."""
@@ -68,7 +69,15 @@ def offload_weight(
         ConfigurationError: If the name, which may come from a checkpoint, leads out of the folder.
     """
     data = tensor_bytes(weight) if weight.numel() else b""
-    raw_path(offload_folder, weight_name).write_bytes(data)
+    file = raw_path(offload_folder, weight_name)
+    # Another process may have mapped a file of this name: it keeps what it has, and a change of its memory would end it.
+    if not (file.is_file() and file.stat().st_size == len(data) and file.read_bytes() == data):
+        partial = file.with_name(partial_name(file.name))
+        try:
+            partial.write_bytes(data)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index

@@ -25,6 +25,12 @@ GRADIENT: dict[str, Any] = {}
 """What every `GradientState` shows."""
 RENDEZVOUS: dict[str, Any] = {}
 """Where this process met the others; it outlives a reset, because they meet there again."""
+CLAIMS: dict[str, Any] = {}
+"""What this process has claimed on disks; it outlives a reset, because other processes see it."""
+STAGES: set[Path] = set()
+"""The folders that this process is writing to."""
+WATCHED: dict[Path, tuple[Any, float]] = {}
+"""How files that others may be writing looked, and since when they have looked like that."""
 
 _RUNTIME = "_runtime"
 _MAIN_RANK = "_main_rank"

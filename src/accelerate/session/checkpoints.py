@@ -58,13 +58,16 @@ class RunCheckpoints:
         """Save the state of the run, and return its folder."""
         self.checkpointer.wait()
         target = self._next_target(output_dir)
+        is_numbered = self.project.automatic_checkpoint_naming
         self.checkpointer.save(
             target.resolve(),
             self._state(safe_serialization=safe_serialization, engine_options=engine_options),
             Facts(**self.progress.state_dict(), iteration=self.project.iteration),
             hooks=list(self.save_hooks.values()),
             blocking=blocking,
-            keep=self.project.total_limit if self.project.automatic_checkpoint_naming else None,
+            # Numbered ones are removed when newer ones come: no other run may save beside them.
+            claimed=target.resolve().parent if is_numbered else None,
+            keep=self.project.total_limit if is_numbered else None,
         )
         self.project.iteration += 1
         return target

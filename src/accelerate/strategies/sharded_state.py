@@ -271,7 +271,7 @@ def write_shards(state: StateDict, key: str, folder: Path, group: dist.ProcessGr
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with sharded.without_warnings_of_torch():
+    with sharded.written_by_torch():
         save({key: state}, storage_writer=FileSystemWriter(folder), process_group=group)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -160,7 +161,26 @@ def test_an_interruption_while_hooks_run_leaves_nothing(tmp_path: Path) -> None:
     accelerator.register_save_state_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         accelerator.save_state(str(tmp_path / "state"))
+    accelerator.end_training()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_emptied_while_it_is_written_is_not_published(tmp_path: Path) -> None:
+    """The last good checkpoint would be removed after that."""
+    target = tmp_path / "checkpoint_1"
+    staged(tmp_path / "checkpoint_0", lambda folder: folder.write_json("a", 0)).complete()
+
+    def write(folder: FolderWriter) -> None:
+        folder.write_json("a", 1)
+        folder.finish()
+        shutil.rmtree(folder.path)
+        folder.write_json("b", 1)
+
+    save = staged(target, write)
+    save.keep = 1
+    with pytest.raises(CheckpointError, match=r"is not there any more: a: it is missing"):
+        save.complete()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint_0"]
 
 
 def test_a_checkpoint_that_cannot_take_its_name_is_told(tmp_path: Path) -> None:

@@ -56,6 +56,20 @@ def test_writing_to_a_mapped_weight_leaves_the_file_alone(tmp_path: Path) -> Non
     assert torch.equal(load_offloaded_weight(tmp_path / "w.dat", index["w"]), torch.zeros(4))
 
 
+def test_a_weight_that_another_process_writes_leaves_the_mapped_one_alone(tmp_path: Path) -> None:
+    """Two programs offload models into one folder: the memory of the first is not cut off under its feet."""
+    index = offload_weight(torch.ones(2000), "weight", tmp_path, {})
+    assert index is not None
+    mapped = load_offloaded_weight(tmp_path / "weight.dat", index["weight"])
+    before = (tmp_path / "weight.dat").stat().st_ino
+    offload_weight(torch.ones(2000), "weight", tmp_path)  # the same model: nothing changes for who has mapped it
+    assert (tmp_path / "weight.dat").stat().st_ino == before
+    offload_weight(torch.zeros(1), "weight", tmp_path)
+    assert mapped.sum() == 2000
+    assert (tmp_path / "weight.dat").stat().st_size == 4
+    assert [entry.name for entry in tmp_path.iterdir()] == ["weight.dat"]
+
+
 def test_a_non_contiguous_weight_is_written_in_order(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3).t()
     index = offload_weight(weight, "w", tmp_path, {})

@@ -342,6 +342,7 @@ class TestHooks:
         with pytest.raises(CheckpointError, match="UsageError: not now") as caught:
             accelerator.save_state(tmp_path / "state")
         assert isinstance(caught.value.__cause__, UsageError)
+        accelerator.end_training()
         assert list(tmp_path.iterdir()) == []
 
 
@@ -482,4 +483,5 @@ def test_a_folder_can_be_saved_to_again_and_keeps_what_is_not_ours(tmp_path: Pat
     weights = "model.safetensors" if rounds % 2 else "pytorch_model.bin"
     own = {"manifest.json", "progress.json", "random_states_0.pkl", weights}
     assert files(target) == own | {"notes.txt", "logs/events"}
+    accelerator.end_training()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["state"]

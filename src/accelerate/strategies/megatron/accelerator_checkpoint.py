@@ -59,7 +59,7 @@ class _ShardWriter(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         """Write shards; all ranks call it."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         planner = MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False)
-        with sharded.without_warnings_of_torch():
+        with sharded.written_by_torch():
             save(mcore_to_pyt_state_dict(by_key), storage_writer=FileSystemWriter(checkpoint_dir), planner=planner)
 
 

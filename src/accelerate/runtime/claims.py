@@ -1,0 +1,275 @@
+"""Claim a folder for one process, so that no two runs save into it.
+
+A claim is a hidden file beside the folder. It names its holder and stays until that one ends; nobody needs one to read.
+Processes of another machine or container cannot be seen. So a thread of the holder raises a counter, its pulse, in a file
+beside the claim: a holder whose pulse stands still is dead. No clocks are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from accelerate._base.errors import CheckpointError
+from accelerate.runtime.atomic import HIDDEN, Owner, atomic_file, remove_abandoned
+
+_LOG = logging.getLogger(__name__)
+CLAIM = "accelerate-claim"
+PULSE = "accelerate-pulse-"
+_SECONDS_BETWEEN_PULSES = 5.0
+_SECONDS_OF_SILENCE = 60.0
+"""A holder that cannot be seen is dead when its pulse stands still for so long."""
+_SECONDS_TO_DIE = 5.0
+"""A holder that can be seen gets this time: its successor may be here before it has ended."""
+_SECONDS_BETWEEN_LOOKS = 0.1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What a claim says.
+
+    Args:
+        owner: The process that holds it; None if the file is being written or was cut.
+        run: What tells this holder from others that had the same process number.
+    """
+
+    owner: Owner | None
+    run: str = ""
+
+    @classmethod
+    def read(cls, file: Path) -> Holder | None:
+        """Return what a claim says, None if there is none."""
+        try:
+            facts = json.loads(file.read_text(encoding="utf-8"))
+            return cls(Owner.parse(facts["owner"]), str(facts["run"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return cls(None)
+
+    def to_json(self) -> str:
+        """Return what is written to the file."""
+        assert self.owner is not None
+        facts = {"host": self.owner.host, "process": self.owner.process, "owner": self.owner.tag, "run": self.run}
+        return json.dumps(facts) + "\n"
+
+    def pulse_beside(self, file: Path) -> Path:
+        """Return the file with the counter."""
+        assert self.owner is not None
+        return file.with_name(f"{HIDDEN}{PULSE}{self.owner.tag}-{self.run}")
+
+    def signs_of_life(self, file: Path) -> list[bytes]:
+        """Return what changes as long as the holder lives."""
+        found = []
+        for entry in (file,) if self.owner is None else (file, self.pulse_beside(file)):
+            with suppress(FileNotFoundError):
+                found.append(entry.read_bytes())
+        return found
+
+
+class Claims:
+    """The claims of this process, and the pulses beside them."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.holder = Holder(Owner.this_process(), uuid.uuid4().hex[:8])
+        self.files: set[Path] = set()
+        self._pulses: dict[Path, int] = {}
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        # Not `atexit`: a process of multiprocessing ends without it.
+        Finalize(None, self.release_all, exitpriority=0)
+
+    def hold(self, file: Path) -> None:
+        """Keep a claim that names this process."""
+        self.files.add(file)
+        pulse = self.holder.pulse_beside(file)
+        if pulse not in self._pulses or not pulse.exists():
+            pulse.write_text(_counter(0), encoding="utf-8")
+            self._pulses[pulse] = 0
+        if self._thread is None:
+            self._ending.clear()
+            self._thread = threading.Thread(target=self._beat, name="accelerate-pulse", daemon=True)
+            self._thread.start()
+
+    def release_all(self) -> None:
+        """Give up all claims."""
+        self.release(tuple(self.files))
+
+    def release(self, files: Iterable[Path]) -> None:
+        """Give up claims; what another process has taken over meanwhile is left to it."""
+        for file in files:
+            self.files.discard(file)
+            with suppress(OSError):
+                if Holder.read(file) == self.holder:
+                    file.unlink()
+        if not self.files and self._thread is not None:
+            self._ending.set()
+            self._thread.join(_SECONDS_TO_DIE)
+            self._thread = None
+        for pulse in self._pulses.keys() - {self.holder.pulse_beside(file) for file in self.files}:
+            del self._pulses[pulse]
+            with suppress(OSError):
+                pulse.unlink()
+
+    def _beat(self) -> None:
+        while not self._ending.wait(_SECONDS_BETWEEN_PULSES):
+            for pulse, count in list(self._pulses.items()):
+                self._pulses[pulse] = count + 1
+                # A file that is gone is not made again: whoever is removing the folder would find it not empty.
+                with suppress(OSError), pulse.open("r+", encoding="utf-8") as stream:
+                    stream.write(_counter(count + 1))
+
+
+def _counter(count: int) -> str:
+    return f"{count:020d}\n"  # of one length, so that it can be written over
+
+
+def claim(folder: Path) -> None:
+    """Claim a folder for this process until it ends or `release` is called; a second time changes nothing.
+
+    Raises:
+        CheckpointError: If a process holds it that lives.
+    """
+    try:
+        _claim(folder)
+    except OSError as error:
+        # What is done next may still work, or tells better what is wrong.
+        _LOG.warning("%s could not be claimed, so other runs are not kept out of it: %s", folder, error)
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a claim inside the block, and after it only if it was held before.
+
+    Raises:
+        CheckpointError: If a process holds it that lives.
+    """
+    file = _file_of(folder)
+    was_held = file in _own().files
+    claim(folder)
+    try:
+        yield
+    finally:
+        if not was_held:
+            _own().release([file])
+
+
+def check(folder: Path) -> None:
+    """Make sure that a claimed folder is still this process's.
+
+    Raises:
+        CheckpointError: If another process has taken it over, because this one stood still for long.
+    """
+    own, file = _own(), _file_of(folder)
+    if file not in own.files:
+        return  # it could not be claimed
+    with suppress(OSError):  # whatever is gone is told by what is done next
+        if not _create(file, own.holder):
+            holder = Holder.read(file) or own.holder
+            if holder != own.holder:
+                raise CheckpointError(
+                    f"{str(folder)!r} was taken over by {holder.owner or 'another process'} while this process stood "
+                    "still or could not be reached. Give one of the two runs a folder of its own."
+                )
+
+
+def release() -> None:
+    """Give up everything that this process has claimed."""
+    _own().release_all()
+
+
+def _own() -> Claims:
+    """Return the claims of this process; a forked one has none of its parent's."""
+    from accelerate.runtime import current  # it loads torch, which not all who read checkpoints need
+
+    found: Claims | None = current.CLAIMS.get("claims")
+    if found is None or found.process != os.getpid():
+        found = current.CLAIMS["claims"] = Claims()
+    return found
+
+
+def _file_of(folder: Path) -> Path:
+    """Return where the claim of a folder is: beside it, unless that is another disk or not allowed."""
+    if folder.is_dir() and (folder.is_mount() or not os.access(folder.parent, os.W_OK)):
+        return folder / f"{HIDDEN}{CLAIM}"
+    return folder.with_name(f"{HIDDEN}{folder.name}.{CLAIM}")
+
+
+def _claim(folder: Path) -> None:
+    own, file = _own(), _file_of(folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file not in own.files:
+        _remove_dead(file.parent)
+    while not _create(file, own.holder):
+        holder = Holder.read(file)
+        if holder == own.holder:
+            break
+        is_over = holder is not None and _is_over(holder, file)
+        if holder is None or Holder.read(file) != holder:
+            continue  # it was given up, or changed hands
+        if not is_over:
+            raise CheckpointError(
+                f"{str(folder)!r} is in use: {holder.owner or 'a process that is not known'} saves into it and still "
+                "runs. Two runs that save into one folder replace and remove each other's checkpoints. Give this run a "
+                "folder of its own, or end the other one."
+            )
+        with atomic_file(file, synced=False) as partial:  # two may do so at once: the last one holds it then
+            partial.write_text(own.holder.to_json(), encoding="utf-8")
+    own.hold(file)
+
+
+def _create(file: Path, holder: Holder) -> bool:
+    """Write a claim, and return whether there was none."""
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(holder.to_json())
+    except FileExistsError:
+        return False
+    return True
+
+
+def _remove_dead(parent: Path) -> None:
+    """Remove what processes of this machine have left that were killed."""
+    for file in parent.glob(f"{HIDDEN}*{CLAIM}"):
+        holder = Holder.read(file)
+        if holder is not None and holder.owner is not None and holder.owner.is_alive() is False:
+            file.unlink(missing_ok=True)
+    remove_abandoned(parent, PULSE)
+
+
+def _is_over(holder: Holder, file: Path) -> bool:
+    """Return whether a holder has ended, or has started this process and so leaves the folder to it."""
+    owner = holder.owner
+    is_alive = owner.is_alive() if owner is not None else None
+    if owner is not None and is_alive is not None:
+        if not is_alive or owner.is_above():
+            return True
+        return _happens(lambda: not owner.is_alive() or Holder.read(file) != holder, _SECONDS_TO_DIE)
+    _LOG.warning(
+        "%s is held by %s, which cannot be seen from here: waiting for a sign of life for up to %.0f s.",
+        file,
+        owner or "a process that is not known",
+        _SECONDS_OF_SILENCE,
+    )
+    before = holder.signs_of_life(file)
+    return not _happens(lambda: holder.signs_of_life(file) != before, _SECONDS_OF_SILENCE)
+
+
+def _happens(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds, and return whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    return True

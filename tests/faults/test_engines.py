@@ -1,0 +1,214 @@
+"""Every fault of a disk, under every engine that writes checkpoints in its own way."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.disks import contents, fill_up, flip, mounted, read_only, truncate
+from tests.support.processes import run_group
+from tests.support.training import fresh_accelerator
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate._base.errors import CheckpointError
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+pytestmark = pytest.mark.multiprocess
+
+Step = Callable[[], object]
+Make = Callable[[ProjectConfiguration], tuple[Accelerator, Step]]
+
+
+def make_replicas(project: ProjectConfiguration) -> tuple[Accelerator, Step]:
+    """Rank 0 reads the batches of all ranks from the worker of a loader."""
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = fresh_accelerator(project_config=project, dataloader_config=config, cpu=True)
+    model = torch.nn.Linear(4, 4)
+    loader = DataLoader(torch.randn(400, 4), batch_size=2, num_workers=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    batches = iter(loader)
+
+    def step() -> None:
+        accelerator.backward(model(next(batches)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return accelerator, step
+
+
+def make_shards(project: ProjectConfiguration) -> tuple[Accelerator, Step]:
+    from tests.support.sharding import BY_CLASS, make_words
+
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", **BY_CLASS)
+    accelerator = fresh_accelerator(project_config=project, fsdp_plugin=plugin, cpu=True)
+    model = make_words(torch.float32)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def step() -> None:
+        accelerator.backward(model(torch.zeros(2, 3, dtype=torch.int64)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return accelerator, step
+
+
+def make_deepspeed(stage: int, project: ProjectConfiguration) -> tuple[Accelerator, Step]:
+    from tests.support.zero import Case, prepare, train
+
+    case = Case(stage, options={"project_config": project})
+    run = prepare(case)
+    return run.accelerator, lambda: train(run, case, stop=1)
+
+
+def make_megatron(project: ProjectConfiguration) -> tuple[Accelerator, Step]:
+    from tests.support.megatron import case, prepare, train
+
+    run = prepare(case("gpt2", tp_degree=2), project_config=project)
+    return run.accelerator, lambda: train(run, run.accelerator.progress.step + 1)
+
+
+ENGINES: dict[str, tuple[Make, str | None]] = {
+    "replicas": (make_replicas, None),
+    "fsdp2": (make_shards, None),
+    "zero 2": (lambda project: make_deepspeed(2, project), "deepspeed"),
+    "zero 3": (lambda project: make_deepspeed(3, project), "deepspeed"),
+    "megatron": (make_megatron, "megatron.core"),
+}
+
+
+class Remover:
+    """An object that removes what is being written when it is asked for its state."""
+
+    def __init__(self, project: Path) -> None:
+        self.project = project
+
+    def state_dict(self) -> dict[str, Any]:
+        for stage in self.project.rglob(".*.partial-*"):
+            shutil.rmtree(stage, ignore_errors=True)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Faults:
+    """What happens to one run of two processes on a small disk."""
+
+    def __init__(self, make: Make, disk: Path) -> None:
+        self.disk, self.project = disk, disk / "project"
+        configuration = ProjectConfiguration(project_dir=str(self.project), automatic_checkpoint_naming=True)
+        self.accelerator, self.step = make(configuration)
+        self.found: dict[str, Any] = {}
+
+    def on_one_rank(self, action: Callable[[], object]) -> None:
+        """Do something to the disk once, while nobody uses it."""
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            action()
+        self.accelerator.wait_for_everyone()
+
+    def save(self) -> Path:
+        self.step()
+        return self.accelerator.save_state()
+
+    def refused_save(self, **options: Any) -> str:
+        """Return what a save said that could not be made; training goes on."""
+        before = contents(self.project)
+        with pytest.raises(CheckpointError) as caught:
+            self.accelerator.save_state(**options)
+            self.accelerator.wait_for_save()
+        self.accelerator.wait_for_everyone()
+        assert contents(self.project) == before
+        self.step()
+        return str(caught.value)
+
+    def refused_load(self, folder: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            self.accelerator.load_state(folder)
+        return str(caught.value)
+
+    def full_disk(self) -> None:
+        self.on_one_rank(lambda: fill_up(self.disk))
+        self.found["full"] = [self.refused_save(), self.refused_save(blocking=False)]
+        self.on_one_rank((self.disk / "filler").unlink)
+
+    def read_only_disk(self) -> None:
+        step = self.accelerator.progress.step
+        block = read_only(self.disk)
+        self.on_one_rank(block.__enter__)
+        self.found["read-only"] = [self.refused_save()]
+        self.accelerator.load_state()
+        assert self.accelerator.progress.step < step
+        self.on_one_rank(lambda: block.__exit__(None, None, None))
+
+    def vanishing_stage(self) -> None:
+        """Somebody removes what is being written, when all ranks have begun."""
+
+        self.accelerator.register_for_checkpointing(Remover(self.project))
+        self.found["vanished"] = [self.refused_save()]
+        self.accelerator._custom_objects.pop()
+
+    def damaged_files(self, last: Path) -> None:
+        """Cut each file of a checkpoint, and flip one of its bits."""
+        names = sorted(str(file.relative_to(last)) for file in last.rglob("*") if file.is_file())
+        self.found["files"] = {}
+        for name in names:
+            file = last / name
+            kept = file.read_bytes()
+            for damage in (truncate, flip):
+                self.on_one_rank(lambda damage=damage, file=file: damage(file))
+                self.found["files"][f"{damage.__name__} {name}"] = self.refused_load(last)
+                self.on_one_rank(lambda file=file, kept=kept: file.write_bytes(kept))
+        self.on_one_rank(lambda: truncate(last / names[0]))
+        self.accelerator.load_state()
+
+    def vanished_folder(self) -> None:
+        self.on_one_rank(lambda: shutil.rmtree(self.project))
+        self.found["after it vanished"] = self.save().name
+
+
+def suffer(name: str, disk: str) -> dict[str, Any]:
+    """Let a run meet all faults, one after another."""
+    make, _ = ENGINES[name]
+    faults = Faults(make, Path(disk))
+    first = faults.save()
+    faults.full_disk()
+    faults.read_only_disk()
+    faults.vanishing_stage()
+    last = faults.save()
+    faults.damaged_files(last)
+    faults.found["loaded"] = faults.accelerator.progress.step
+    faults.found["valid"] = {info.name: info.is_valid for info in faults.accelerator.checkpoints()}
+    faults.found["names"] = [first.name, last.name]
+    faults.vanished_folder()
+    faults.accelerator.load_state()
+    faults.accelerator.end_training()
+    return faults.found
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_no_fault_of_a_disk_costs_more_than_what_it_hit(name: str, tmp_path: Path) -> None:
+    package = ENGINES[name][1]
+    if package is not None:
+        pytest.importorskip(package)
+    with mounted(tmp_path / "disk", "size=24m") as disk:
+        found, other = run_group(suffer, 2, name, str(disk), timeout=240)
+        # torch's distributed checkpoint has a hidden file of its own.
+        left = {path.name for path in disk.rglob(".*")} - {".metadata"}
+    assert not left, "a run that ends well leaves nothing"
+    assert other == found, "the same on all ranks"
+    assert all("No space left on device" in text for text in found["full"])
+    assert all("Read-only file system" in text for text in found["read-only"])
+    assert all("removed" in text or "not there any more" in text for text in found["vanished"])
+    assert len(found["files"]) > 10
+    for damaged, text in found["files"].items():
+        assert damaged.split(" ", 1)[1] in text
+    assert found["loaded"] == 1
+    first, last = found["names"]
+    assert found["valid"] == {first: True, last: False}
