@@ -41,7 +41,15 @@ def build() -> Path:
             "too), or set CXX."
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    facts = (SOURCE.read_text(), PACKAGE.read_text(), *_flags(), torch.__version__, version, sys.version)
+    sources = sorted([SOURCE, *SOURCE.parent.glob("*.h")])
+    facts = (
+        *(path.read_text() for path in sources),
+        PACKAGE.read_text(),
+        *_flags(),
+        torch.__version__,
+        version,
+        sys.version,
+    )
     folder = BUILDS / hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
     if folder.is_dir():
         return folder
