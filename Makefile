@@ -8,7 +8,7 @@
 #   make fuzz     a million generated inputs for everything that reads files and variables of others, in about 15 minutes
 #   make quick    lint of the files that changed, and the unit tests, in about three minutes
 #   make check    lint, format, types, dependency law, spelling, room rules, documentation
-#   make coverage the lines that no test reaches, as a report and in htmlcov/
+#   make coverage the lines that no test reaches, as a report and in htmlcov/, and what runs on an accelerator
 #   make bench    speed beside plain PyTorch and the previous major release
 #   make bench-xla       a step on an XLA device beside a hand-written torch_xla loop
 #   make bench-clients   checkpoints, and programs of Transformers, Diffusers and others, on both packages
@@ -31,13 +31,13 @@ export NO_MKDOCS_2_WARNING := 1
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Tests that start groups of processes run after the others: those of one file one at a time, two files beside each other.
-GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/clients tests/examples tests/faults)
+GROUP_TESTS := $(wildcard tests/multiprocess tests/numerics tests/toy_device tests/clients tests/examples tests/faults)
 # Hundreds of programs are started: each would compile the package again where no bytecode is kept.
 TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-xla test-oldest-torch test-cpu-adam fuzz quick check coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-xla test-oldest-torch test-cpu-adam fuzz quick check coverage device-coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +138,18 @@ coverage: $(VENV)/.dev
 	$(COVERAGE) combine --quiet
 	$(COVERAGE) html --quiet
 	$(COVERAGE) report
+	mkdir -p build/coverage
+	$(COVERAGE) json --quiet -o build/coverage/every.json
+	$(MAKE) --no-print-directory device-coverage
+
+# What the tests on the toy device run by themselves, beside what any test runs.
+DEVICE_COVERAGE := COVERAGE_FILE=$(abspath build/coverage/device) $(COVERAGE)
+device-coverage: $(VENV)/.dev
+	$(DEVICE_COVERAGE) erase
+	-$(TEST_ENVIRONMENT) $(DEVICE_COVERAGE) run -m pytest -n 2 --dist loadfile -q tests/toy_device
+	$(DEVICE_COVERAGE) combine --quiet
+	$(DEVICE_COVERAGE) json --quiet -o build/coverage/device.json
+	$(BIN)/python -m tools.device_coverage build/coverage/device.json build/coverage/every.json
 
 walks: $(VENV)/.dev
 	$(BIN)/python -m tools.record_walks

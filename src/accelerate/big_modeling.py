@@ -37,6 +37,7 @@ from accelerate.offload.tensors import (
     TiedCache,
     copy_to_host,
     find_tied_parameters,
+    move_module,
     set_module_tensor_to_device,
     tied_cache,
 )
@@ -332,7 +333,7 @@ def dispatch_model(
         hook_device_map(model, parts, main, weights, offload_buffers, skip_keys, preload_module_classes, offload_memory)
         guard_moves(model)
     else:
-        model.to(as_device(next(iter(device_map.values()))))
+        move_module(model, as_device(next(iter(device_map.values()))))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 

@@ -28,6 +28,7 @@ PLANS: dict[int, dict[str, Plan]] = {
         "tp, tied": Plan({"tp_size": 2}, tied=True, accumulation=1),
         "tp, tokens": Plan({"tp_size": 2}, window=True),
         "tp, bf16": Plan({"tp_size": 2}, precision="bf16"),
+        "tp, fp16": Plan({"tp_size": 2}, precision="fp16"),
         "tp, fp8": Plan({"tp_size": 2}, precision="fp8"),
         "tp, compiled": Plan({"tp_size": 2}, compiled=True),
         "cp": Plan({"cp_size": 2}),

@@ -55,7 +55,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         if positions is None:
-            positions = torch.arange(tokens.shape[1])
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.tokens(tokens) + self.positions(positions)
 
 
@@ -74,7 +74,7 @@ class TinyGPT(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float64, tied: bool = False, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embedding = Embedding()
             self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
@@ -183,7 +183,7 @@ def train_gpt(plan: Plan, clip: float = 0.5) -> Outcome:
 def gpt_step(accelerator: Any, model: nn.Module, batch: torch.Tensor, plan: Plan) -> torch.Tensor:
     """Run the passes of one batch in a layout and return the loss of this rank."""
     tokens, targets = batch[:, :-1].clone(), batch[:, 1:].clone()
-    positions = torch.arange(LENGTH).expand(len(tokens), -1).clone()
+    positions = torch.arange(LENGTH, device=batch.device).expand(len(tokens), -1).clone()
     buffers = [tokens, targets, positions]
     cuts = plan.sizes.get("cp_size", 1) > 1
     with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)) if cuts else nullcontext():

@@ -23,7 +23,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -34,7 +34,7 @@ import torch.multiprocessing
 from accelerate.devices.machine import get_free_port
 
 T = TypeVar("T")
-StartMethod = Literal["fork", "spawn"]
+StartMethod = Literal["fork", "spawn", "forkserver"]
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,8 @@ def run_group(
 
     Args:
         env: variables set in every process, on top of the rank variables.
-        start_method: "fork" takes any function, "spawn" an importable one.
+        start_method: "fork" takes any function, "spawn" an importable one; so does "forkserver", whose processes are
+            forked from one that has imported what they need and done nothing else.
 
     Raises:
         ProcessGroupFailure: with the traceback of the ranks that failed, the first failure first.
@@ -219,12 +220,21 @@ class _Member:
         Path(self.stack_file).unlink(missing_ok=True)
 
 
+def _context(method: StartMethod) -> ForkContext | ForkServerContext | SpawnContext:
+    match method:
+        case "fork":
+            return torch.multiprocessing.get_context("fork")
+        case "spawn":
+            return torch.multiprocessing.get_context("spawn")
+    context: ForkServerContext = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
+
+
 def _start(
     function: Callable[..., Any], args: tuple[Any, ...], world_size: int, env: dict[str, str], method: StartMethod
 ) -> list[_Member]:
-    context: ForkContext | SpawnContext = (
-        torch.multiprocessing.get_context("fork") if method == "fork" else torch.multiprocessing.get_context("spawn")
-    )
+    context = _context(method)
     port = str(get_free_port())
     members = []
     for rank in range(world_size):

@@ -31,7 +31,7 @@ def fresh_accelerator(**options: Any) -> Accelerator:
 
 def make_model(seed: int = 0, dtype: torch.dtype = torch.float64, out_features: int = 1) -> torch.nn.Module:
     """Return the same small network for the same seed."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return torch.nn.Sequential(
             torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Dropout(0.0), torch.nn.Linear(8, out_features)

@@ -188,7 +188,8 @@ def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, An
     gathered = folder / indexed(constants.FSDP_MODEL_NAME, index, ".bin")
     if safe.is_file():
         try:
-            return dict(load_file(safe, device=str(options.map_location)))
+            # Moved here: safetensors knows only some of the devices that torch knows.
+            return {name: value.to(options.map_location) for name, value in load_file(safe).items()}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{str(safe)!r} cannot be read ({error}), so it is probably broken. Use another checkpoint."
@@ -341,6 +342,11 @@ class OptimizerPart(ObjectPart):
                 f"has {own}: it is of another model, or the groups were made otherwise. Build the optimizer as it was "
                 "when the checkpoint was saved."
             )
+        # Torch counts steps in host memory, or moves the counts itself for kernels that read them. Counts on a device
+        # would make the host wait for it in every step.
+        for entry in state["state"].values():
+            if isinstance(entry.get("step"), torch.Tensor):
+                entry["step"] = entry["step"].cpu()
         return state
 
 
@@ -437,7 +443,8 @@ class LoaderPart:
         # A position means the same to both kinds of loader; the kind that saved it may have been the other one.
         files = [folder / self._file(rank, stateful) for stateful in (kind, not kind) for rank in (own_rank, 0)]
         file = next((file for file in files if file.is_file()), None)
-        state = read_torch(file, options) if file is not None else None
+        # Random states among it stay in host memory, where torch wants them.
+        state = read_torch(file, options, map_location="cpu") if file is not None else None
         if state is not None and not kind and "epoch" not in state.get("_accelerate", state):
             _LOG.warning("%s was written by torchdata's loader alone: it says nothing to %s.", file, self.name)
             return None

@@ -45,22 +45,22 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
     Raises:
         ConfigurationError: If there is no such generator here.
     """
-    kind = _known(rng_type)
-    if kind is RNGType.GENERATOR:
+    kind = rng_name(rng_type)
+    if kind == RNGType.GENERATOR.value:
         if generator is None:
             raise ConfigurationError(
                 "rng_type='generator' was given without a generator, so there is nothing to synchronise. "
                 "Pass the generator as the second argument."
             )
         generator.set_state(_from_first(generator.get_state()))
-    elif kind is RNGType.TORCH:
+    elif kind == RNGType.TORCH.value:
         torch.set_rng_state(_from_first(torch.get_rng_state()))
     else:
-        backend = registry.get(kind.value)
+        backend = registry.get(kind)
         state = backend.get_rng_state() if backend.is_available() else None
         if state is None:
             raise ConfigurationError(
-                f"rng_type={kind.value!r} was given, but this process has no such device. Leave it out of rng_types."
+                f"rng_type={kind!r} was given, but this process has no such device. Leave it out of rng_types."
             )
         backend.set_rng_state(_from_first(state))
 
@@ -73,13 +73,23 @@ def _from_first(state: torch.Tensor) -> torch.Tensor:
     return comm.broadcast(state.to(device), source=0).cpu()
 
 
-def _known(rng_type: RNGType | str | None) -> RNGType:
-    try:
-        return RNGType(rng_type)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"rng_type={rng_type!r} is not a random generator. Write one of {', '.join(RNGType.list())}."
-        ) from error
+def rng_name(rng_type: RNGType | str | None) -> str:
+    """Return the name of a random generator: one of `RNGType`, or a device type that a package has taught torch.
+
+    Raises:
+        ConfigurationError: If there is no such generator.
+    """
+    name = rng_type.value if isinstance(rng_type, RNGType) else str(rng_type)
+    if name not in RNGType.list():
+        try:
+            known = name != registry.CPU.type and registry.get(name).type == name
+        except ConfigurationError:
+            known = False
+        if not known:
+            raise ConfigurationError(
+                f"rng_type={rng_type!r} is not a random generator. Write one of {', '.join(RNGType.list())}."
+            )
+    return name
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accelerate._base.errors import UsageError, WrongTypeError
 from accelerate.collectives.base import ReduceOp
+from accelerate.runtime import process_group
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Torch 2.13 renamed the function, and warns under the old name.
@@ -49,8 +50,7 @@ class TorchDistCommunicator:
         self._group = group
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
-        # "cpu:gloo,DEVICE:BACKEND" names the device types that the group reaches
-        reachable = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
+        reachable = process_group.reachable_devices(group)
         self._host = torch.device("cpu") if "cpu" in reachable else None
         own = device if device is not None and device.type in reachable else self._host
         self._device: torch.device = own or torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -14,6 +14,7 @@ from accelerate._base.enums import RNGType
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice
 from accelerate.collectives.base import communicator
+from accelerate.collectives.rng import rng_name
 from accelerate.data_loader.adapter import DataLoaderAdapter, as_stateful, stateful_class
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.draws import nested_samplers
@@ -186,12 +187,7 @@ def _checked_rng_types(rng_types: list[str | RNGType] | None) -> list[RNGType | 
         return None
     known = {kind.value for kind in RNGType}
     values = [getattr(kind, "value", kind) for kind in rng_types]
-    for value in values:
-        if value not in known:
-            raise ConfigurationError(
-                f"rng_types was given {value!r}, which names no random generator; use one of {sorted(known)}"
-            )
-    return [value for value in values if value != RNGType.GENERATOR.value]
+    return [value if value in known else rng_name(value) for value in values if value != RNGType.GENERATOR.value]
 
 
 def _check_options(loader: Any, options: _LoaderOptions, *, dispatches: bool, put_on_device: bool) -> None:

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from accelerate._base.enums import DistributedType
@@ -36,6 +35,7 @@ class DeviceBackend:
         needs_device_ids: Whether `DistributedDataParallel` wants the device index.
         process_variables: Environment variables that a process must have before it uses this hardware.
         records_operations: Whether operations are recorded, and compiled and run at the end of a step (`end_step`).
+        splits_attention: Whether torch's own context parallelism has attention kernels for this hardware.
         can_fork: Whether a forked process may use this hardware.
         device_files: Patterns of device files below the root, one file each; the first pattern with a hit counts.
         listing_command: A program that lists them, one line each, for machines that have no device files (WSL).
@@ -52,6 +52,7 @@ class DeviceBackend:
     needs_device_ids: bool = True
     process_variables: tuple[tuple[str, str], ...] = ()
     records_operations: bool = False
+    splits_attention: bool = False
     can_fork: bool = True
     device_files: tuple[str, ...] = ()
     listing_command: tuple[str, ...] = ()
@@ -70,12 +71,11 @@ class DeviceBackend:
         return False
 
     @property
-    def module(self) -> ModuleType | None:
-        """Return `torch.<type>`, or None where torch has no such module."""
+    def module(self) -> Any:
+        """Return `torch.<type>`, or None where torch has none; a vendor may register any object there, not only a module."""
         import torch
 
-        module = getattr(torch, self.type, None)
-        return module if isinstance(module, ModuleType) else None
+        return getattr(torch, self.type, None)
 
     def is_available(self) -> bool:
         """Return whether a device of this type can be used now."""
@@ -201,10 +201,11 @@ class DeviceBackend:
         """Return whether autocast to `dtype` ("float16" or "bfloat16") works on this hardware."""
         if dtype in self.autocast_dtypes:
             return True
-        if dtype == "bfloat16":
-            check = getattr(self.module, "is_bf16_supported", None)
-            return bool(check()) if check is not None else False
-        return False
+        if dtype == "bfloat16" and (check := getattr(self.module, "is_bf16_supported", None)):
+            return bool(check())
+        # What torch's own autocast asks of a device type that was registered from outside.
+        listing = getattr(self.module, "get_amp_supported_dtype", None)
+        return listing is not None and dtype in {str(known).removeprefix("torch.") for known in listing()}
 
     def instead_of_fp8(self) -> str | None:
         """Return the number format for devices of this type that do not compute in 8-bit floats; None if they do."""
@@ -215,5 +216,8 @@ class DeviceBackend:
         return [device.index] if self.needs_device_ids and device.index is not None else None
 
     def barrier_device_ids(self, device: torch.device) -> list[int] | None:
-        """Return the `device_ids` argument of `torch.distributed.barrier`, which only some group backends take."""
-        return [device.index] if self.group_backend == "nccl" and device.index is not None else None
+        """Return the `device_ids` argument of `torch.distributed.barrier` for a group that reaches this hardware.
+
+        Without it torch takes the current device, and warns that this may be another one.
+        """
+        return self.ddp_device_ids(device)

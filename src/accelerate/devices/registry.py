@@ -181,6 +181,7 @@ VENDORS: tuple[DeviceBackend, ...] = (
         visible_devices_variable="CUDA_VISIBLE_DEVICES",
         priority=30,
         autocast_dtypes=_FLOAT16,
+        splits_attention=True,
         device_files=("dev/nvidia[0-9]*", "proc/driver/nvidia/gpus/*", f"{AMD_NODES}/[0-9]*/properties"),
         listing_command=("nvidia-smi", "--list-gpus"),
     ),

@@ -15,7 +15,7 @@ from accelerate._base import constants
 from accelerate.collectives.nested import send_to_device
 from accelerate.devices import registry
 from accelerate.offload.places import Place, as_device
-from accelerate.offload.tensors import check_device_same
+from accelerate.offload.tensors import check_device_same, move_module
 from accelerate.runtime.torch_private import eager_only
 
 M = TypeVar("M", bound=nn.Module)
@@ -258,7 +258,7 @@ class CpuOffload(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the model to the CPU."""
-        return module.to("cpu")
+        return move_module(module, torch.device("cpu"))
 
     @eager_only
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
@@ -268,7 +268,7 @@ class CpuOffload(ModelHook):
             self.prev_module_hook.offload()
         if check_device_same(_device_of(module), device):
             return args, kwargs
-        module.to(device)
+        move_module(module, device)
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 

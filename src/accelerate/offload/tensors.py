@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -11,6 +12,9 @@ from torch import nn
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
 from accelerate.offload.places import META, Place, as_device
+from accelerate.runtime.torch_private import keeps_identity
+
+M = TypeVar("M", bound=nn.Module)
 
 TreeNode: TypeAlias = tuple[str, nn.Module | torch.Tensor]
 """A module or a tensor of a model, with its dotted name."""
@@ -243,6 +247,39 @@ def set_module_tensor_to_device(
             shared[target] = placed
     if clear_cache and old is not None and old.device.type not in ("cpu", "meta"):
         registry.get(old.device).empty_cache()
+
+
+def moves_in_place(module: nn.Module, device: torch.device) -> bool:
+    """Return whether a module's tensors are the same objects after a move to a device."""
+    sources = {tensor.device: tensor for tensor in chain(module.parameters(), module.buffers())}
+    return all(
+        check_device_same(source, device) or keeps_identity(tensor, device) for source, tensor in sources.items()
+    )
+
+
+def move_module(module: M, device: torch.device) -> M:
+    """Move a module to a device, with the tensors that are one under several names still one.
+
+    `Module.to` makes a new parameter for each name on a device whose tensors are of another kind, so that tied weights
+    would be trained apart from each other, and what was noted on a parameter would be lost.
+    """
+    if moves_in_place(module, device):
+        return module.to(device)
+    held = [
+        (table, name, tensor)
+        for part in module.modules()
+        for table in cast("tuple[dict[str, Any], ...]", (part._parameters, part._buffers))
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    module = module.to(device)
+    moved: dict[int, torch.Tensor] = {}
+    for table, name, old in held:
+        new = table.get(name)
+        if new is not None and new is not old:
+            table[name] = moved.setdefault(id(old), new)
+            table[name].__dict__.update(old.__dict__)
+    return module
 
 
 def check_shape(name: str, old: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate.devices import registry
 from accelerate.runtime.torch_private import mode_in_backward, set_context_rotation
 
 if TYPE_CHECKING:
@@ -35,18 +36,19 @@ def split_sequences(
         buffers: What has a dimension for the sequence: tokens, labels, positions. Cut in place, and restored after.
         dims: That dimension in each of them.
         no_restore: Buffers that nobody needs whole afterwards.
-        exchange: How torch's own attention passes keys and values around on accelerators: "allgather", "alltoall".
+        exchange: How torch's own attention passes keys and values around, where the hardware has it: "allgather",
+            "alltoall".
 
     Raises:
         ConfigurationError: If a buffer has no such dimension, or a sequence cannot be cut into equal parts.
     """
     kept = {id(buffer) for buffer in no_restore}
     _check(buffers, dims, kept, mesh.size())
-    if mesh.device_type == "cpu":
+    if not registry.get(mesh.device_type).splits_attention:
         with _cut(mesh, buffers, dims, kept), GatheredAttention(mesh.get_group()):
             yield
         return
-    # torch's own context, whose attention has rules for accelerators only (2.9 to 2.13).
+    # torch's own context (2.9 to 2.13), which reorders sequences, and is right with the attention kernels of CUDA alone.
     from torch.distributed.tensor.experimental import context_parallel
 
     set_context_rotation(exchange)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from accelerate.runtime.torch_private import is_unscaled, overflow_flags
+from accelerate.runtime.torch_private import PartwiseGradScaler, is_unscaled, overflow_flags
 
 
-class SharedGradScaler(torch.amp.GradScaler):
+class SharedGradScaler(PartwiseGradScaler):
     """Update the scale once all optimizers of an iteration have stepped.
 
     torch wants one `update()` after the last optimizer of an iteration: an update in between forgets that the
@@ -18,9 +18,6 @@ class SharedGradScaler(torch.amp.GradScaler):
     optimizer the update follows its step; with several it waits until each has stepped, or until the next loss is
     scaled or the scale is looked at.
     """
-
-    agree_on_overflow = False
-    """Take an overflow on one rank as one on all, where each rank holds a part of the gradients."""
 
     def __init__(self, device: str, **options: Any) -> None:
         super().__init__(device, **options)

@@ -31,7 +31,9 @@ def barrier() -> None:
     """Wait until every process of the run is here."""
     runtime = current.runtime()
     if runtime.is_distributed:
-        dist.barrier(device_ids=runtime.backend.barrier_device_ids(runtime.device))
+        # A group that does not reach the device, such as gloo for most, meets on the CPU.
+        meets_on_device = runtime.device.type in process_group.reachable_devices()
+        dist.barrier(device_ids=runtime.backend.barrier_device_ids(runtime.device) if meets_on_device else None)
 
 
 @contextmanager

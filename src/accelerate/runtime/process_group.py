@@ -95,6 +95,12 @@ def leave(group: dist.ProcessGroup | None = None) -> None:
         dist.destroy_process_group(group)
 
 
+def reachable_devices(group: dist.ProcessGroup | None = None) -> set[str]:
+    """Return the types of the devices whose tensors the default group, or this one, exchanges."""
+    # Such as "cpu:gloo,DEVICE:BACKEND" for a group over two kinds of devices.
+    return {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
+
+
 def store() -> Store:
     """Return the key-value store through which the processes met; it works while collectives are blocked."""
     return default_store()

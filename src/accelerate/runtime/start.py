@@ -105,7 +105,7 @@ def choose_backend(cpu: bool) -> Choice[DeviceBackend]:
 
 def _choose_device(backend: DeviceBackend, topology: Topology) -> torch.device:
     forced = env.get("ACCELERATE_TORCH_DEVICE")
-    if forced and registry.get(forced) is backend:
+    if forced and registry.get(forced).type == backend.type:
         return torch.device(forced)
     return backend.device(topology.local_rank if topology.world_size > 1 else None)
 

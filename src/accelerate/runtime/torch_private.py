@@ -282,6 +282,36 @@ def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimize
     return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
+class PartwiseGradScaler(torch.amp.GradScaler):
+    """Unscale the part of each gradient that this rank holds, where ranks tell each other of overflows.
+
+    torch 2.9 to 2.13 unscale gradients in lists, and refuse a list of split and whole ones.
+    """
+
+    agree_on_overflow = False
+    """Take an overflow on one rank as one on all, where each rank holds a part of the gradients."""
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
+        held: Any = _HeldGradients(optimizer) if self.agree_on_overflow else optimizer
+        return super()._unscale_grads_(held, *args)
+
+
+class _HeldGradients:
+    """What torch reads of an optimizer to unscale gradients, with the parts that this rank holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        parts = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+        self.param_groups = [{"params": [_holder_of(part) for part in parts if part is not None]}]
+
+
+def _holder_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose gradient this is; it takes no memory."""
+    holder = gradient.detach()
+    holder.grad = gradient
+    return holder
+
+
 # Not empty if somebody wants to see every parameter that a module gets: torch 2.9 to 2.13 have a public way to add such a
 # hook, and none to ask whether there is one.
 parameter_registration_hooks = module_internals._global_parameter_registration_hooks
@@ -356,6 +386,15 @@ def gpipe_schedule(stage: PipelineStage, num_microbatches: int, **options: Any) 
     schedule = ScheduleGPipe(stage, max(num_microbatches, stage.num_stages), **options)
     schedule._n_microbatches = num_microbatches
     return schedule
+
+
+def keeps_identity(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether `Module.to` moves a parameter to a device in place; for tensors of another kind it makes a new one.
+
+    torch 2.9 to 2.13 let a parameter take over tensors of the CPU and of the devices in its own source, and give no
+    public way to ask.
+    """
+    return bool(torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, device=device)))
 
 
 def eager_only(function: Callable[P, R]) -> Callable[P, R]:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,6 +36,7 @@ from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin
 from accelerate.data_loader.samplers import data_shard
+from accelerate.offload.tensors import move_module
 from accelerate.parallel.compile import compile_module, compile_regions
 from accelerate.parallel.mesh import GradientShare, axis_rank, gradient_share
 from accelerate.parallel.unwrap import (
@@ -252,7 +254,10 @@ class Strategy:
         """Move a model to the device of this process; a quantised one stays where it was loaded."""
         if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
             return model
-        return model.to(self.runtime.device)
+        device = self.runtime.device
+        if all(tensor.device == device for tensor in chain(model.parameters(), model.buffers())):
+            return model
+        return move_module(model, device)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Put the engine's wrapper around a model."""

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from accelerate._base.enums import DistributedType, MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.helpers import Choice
+from accelerate._base.helpers import Choice, log_once
 from accelerate.checkpointing.parts import Part, Prepared
 from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.parallel.mesh import averaging_group, axis_group
@@ -49,6 +50,8 @@ class ParallelStrategy(Strategy):
         if isinstance(self.precision.scaler, SharedGradScaler):
             # A rank sees the overflow of its own part only.
             self.precision.scaler.agree_on_overflow = True
+        self._moved: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        """Parameters in place of those that a move to the device replaced."""
         if self.layout.pp_enabled:
             check_pipeline(self.layout, self.precision.scaler is not None)
 
@@ -88,6 +91,14 @@ class ParallelStrategy(Strategy):
         chain = (convert, self.place if place else None, split, equal_weights_step(self.mesh), wrap, *rest)
         return tuple(step for step in chain if step is not None)
 
+    def place(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Move a model to the device, and note the parameters that are others there."""
+        before = list(model.parameters())
+        placed = super().place(model)
+        pairs = zip(before, placed.parameters(), strict=True)
+        self._moved.update((old, new) for old, new in pairs if old is not new)
+        return placed
+
     def make_stage(self, model: torch.nn.Module) -> torch.nn.Module:
         """Keep the layers of this rank's stage."""
 
@@ -111,6 +122,21 @@ class ParallelStrategy(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         return suspended(model)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let parameters that are split and ones that are whole be updated one by one: kernels over lists take one kind."""
+        for group in optimizer.param_groups:
+            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2:
+                continue
+            for option in ("foreach", "fused"):
+                if group.get(option):
+                    name = type(optimizer).__name__
+                    log_once(
+                        __name__,
+                        f"{name}({option}=True) cannot update split and whole weights together: it runs without.",
+                    )
+                if option in group:
+                    group[option] = False
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
         tools.scale_gradients(parameters, factor)
@@ -137,7 +163,10 @@ class ParallelStrategy(Strategy):
         if self.stages is None:
             return super().replaced(before, after)
         kept = {id(parameter) for parameter in after}
-        return {parameter: None for parameter in before if id(parameter) not in kept}
+        now = {parameter: self._moved.pop(parameter, parameter) for parameter in before}
+        return {
+            old: new if id(new) in kept else None for old, new in now.items() if new is not old or id(old) not in kept
+        }
 
     def full_state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights on the main process, brought together from the ranks; nothing on the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor; every rank that holds a part of it calls this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Parts that wait in host memory travel from the device: its group need not reach the CPU.
+    kind = tensor.device_mesh.device_type
+    held = tensor if tensor.device.type == kind else cast("DTensor", tensor.to(kind))
+    return held.full_tensor()
 
 
 def split_like(tensor: torch.Tensor, pattern: torch.Tensor | None, axes: Sequence[str] | None = None) -> torch.Tensor:

@@ -61,6 +61,8 @@ def test_alone_a_synchronised_state_stays() -> None:
         (None, "rng_type=None is not"),
         ("generator", "without a generator"),
         ("cuda", "this process has no such device"),
+        ("meta", "rng_type='meta' was given, but this process has no such device"),  # torch knows it, RNGType does not
+        ("cpu", "rng_type='cpu' is not a random generator"),
         ("xla", "rng_type='xla'"),
     ],
 )

@@ -134,7 +134,8 @@ def test_an_index_beyond_the_devices_wraps_around(fake: FakeBackend) -> None:
     ]
     assert fake.ddp_device_ids(fake.device(1)) == [1]
     assert registry.get("cpu").ddp_device_ids(torch.device("cpu")) is None
-    assert fake.barrier_device_ids(fake.device(1)) is None
+    assert fake.barrier_device_ids(fake.device(1)) == [1]
+    assert registry.get("cpu").barrier_device_ids(torch.device("cpu")) is None
 
 
 def test_training_happens_on_the_hardware_that_was_registered(fake: FakeBackend) -> None:
@@ -298,6 +299,22 @@ def test_the_module_of_a_device_does_the_work(warp_module: ModuleType) -> None:
         call.get_rng_state(),
         call.set_rng_state("saved"),
     ]
+
+
+def test_what_stands_at_the_name_of_a_device_need_not_be_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As torch registers it for a device type from outside.
+    from torch.utils.backend_registration import _DummyBackendModule
+
+    monkeypatch.setattr(torch, "warp", _DummyBackendModule(), raising=False)
+    assert (WARP.is_available(), WARP.device_count(), WARP.context_exists()) == (True, 1, True)
+
+
+def test_a_device_from_outside_says_itself_what_its_autocast_can(warp_module: ModuleType) -> None:
+    assert not WARP.supports_autocast("float16")
+    vars(warp_module)["get_amp_supported_dtype"] = lambda: [torch.float16]
+    assert (WARP.supports_autocast("float16"), WARP.supports_autocast("bfloat16")) == (True, False)
+    vars(warp_module)["is_bf16_supported"] = lambda: True
+    assert WARP.supports_autocast("bfloat16")
 
 
 def test_random_states_of_all_devices_fit_another_number_of_devices(warp_module: ModuleType) -> None:

@@ -18,6 +18,8 @@ from accelerate.offload.tensors import (
     find_tied_parameters,
     get_non_persistent_buffers,
     id_tensor_storage,
+    move_module,
+    moves_in_place,
     named_module_tensors,
     prune_tied_cache,
     resolve_dtype,
@@ -213,3 +215,22 @@ class TiesItself(nn.Linear):
 )
 def test_the_configuration_of_a_model_says_whether_weights_are_tied(model: nn.Module, tied: bool) -> None:
     assert check_tied_parameters_in_config(model) is tied
+
+
+def test_a_move_keeps_ties_and_what_is_noted_on_parameters() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    model["a"].weight.mark = "kept"
+    model["a"].weight.requires_grad_(False)
+    model.register_buffer("nothing", None)
+    before = model["a"].weight
+    assert moves_in_place(model, torch.device("cpu"))
+    assert move_module(model, torch.device("cpu")) is model
+    assert model["a"].weight is before
+    # torch makes a new parameter for each name there, as on XLA devices and those that are registered from outside.
+    assert not moves_in_place(model, META)
+    assert move_module(model, META) is model
+    assert model["a"].weight is model["b"].weight is not before
+    assert (model["a"].weight.device, model["a"].weight.mark) == (META, "kept")
+    assert not model["a"].weight.requires_grad
+    assert moves_in_place(model, META)

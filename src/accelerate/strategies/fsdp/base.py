@@ -16,7 +16,7 @@ from accelerate._base.helpers import Choice, warn_once
 from accelerate.checkpointing.parts import Part, Prepared
 from accelerate.config.plugins import fsdp_torch
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.offload.tensors import find_tied_parameters
+from accelerate.offload.tensors import find_tied_parameters, move_module, moves_in_place
 from accelerate.parallel.compile import checkpoint_blocks, compile_regions_fsdp2, has_repeated_blocks
 from accelerate.parallel.unwrap import extract_model_from_parallel, inner_block, plain_name
 from accelerate.runtime.current import Runtime
@@ -112,6 +112,14 @@ class FSDPStrategy(Strategy):
         if not self.compiles or not dynamo.use_regional_compilation or not has_repeated_blocks(model):
             return model
         return compile_regions_fsdp2(model, **dynamo.to_kwargs())
+
+    def place_unit(self, module: nn.Module) -> None:
+        """Move a module that is sharded next to the device, where torch cannot do it.
+
+        torch lets parameters take over tensors of the device, which not every device's tensors allow.
+        """
+        if not moves_in_place(module, self.runtime.device):
+            move_module(module, self.runtime.device)
 
     def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
         tools.scale_gradients(parameters, factor)

@@ -103,8 +103,10 @@ class FSDP1Strategy(FSDPStrategy):
 
         if weights is None:
             require_memory(module, self.plugin.param_init_fn)
+            self.place_unit(module)
             return FullyShardedDataParallel(module, **options)
         pending = weights.broadcast.allocate(unit)
+        self.place_unit(module)
         wrapped = FullyShardedDataParallel(module, **options)
         weights.defer(unit, wrapped, pending)
         return wrapped

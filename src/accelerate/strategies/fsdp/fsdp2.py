@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from accelerate._base.enums import MeshAxis
+from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
+from accelerate.offload.tensors import move_module
 from accelerate.parallel.mesh import build_mesh, has_axis, submesh
 from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
 from accelerate.strategies.base import Step
@@ -71,6 +73,7 @@ class FSDP2Strategy(FSDPStrategy):
         if isinstance(model, FSDPModule):
             return model
         plugin = self.plugin
+        self._check_scaler()
         units = [*unit_names(plugin, model), ""]
         # Copies must start equal, so they take the weights of the first rank as well.
         from_first = (plugin.cpu_ram_efficient_loading or self.mesh.ndim > 1) and not model_has_dtensor(model)
@@ -89,17 +92,33 @@ class FSDP2Strategy(FSDPStrategy):
             if not unit and len(units) > 1 and reshard:
                 reshard = None  # torch then keeps what is left of the model: backward needs it at once
             ignored = self._ignored_parameters(model)
+            self.place_unit(module)
             fully_shard(module, reshard_after_forward=reshard, ignored_params=ignored or None, **options)
             if weights is not None:
                 weights.send(pending)
         return model
+
+    def _check_scaler(self) -> None:
+        """Refuse to scale gradients that wait in host memory.
+
+        torch 2.9 to 2.13 copy the scale there without waiting for the copy, and would lose that gradients overflowed.
+        """
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        is_offloaded = isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) and self.runtime.device.type != "cpu"
+        if is_offloaded and self.precision.scaler is not None:
+            raise ConfigurationError(
+                f"mixed_precision={self.precision.name!r} cannot be used with cpu_offload=True of FSDP 2: whether "
+                "gradients in host memory overflowed is not noticed. Write mixed_precision='bf16', or leave cpu_offload "
+                "out."
+            )
 
     def _ignored_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """Return the parameters of the modules that are left alone, moved to the device where they are used."""
         modules = ignored_modules(self.plugin, model)
         for module in modules:
             if not any(parameter.is_meta for parameter in module.parameters()):
-                module.to(self.runtime.device)
+                move_module(module, self.runtime.device)
         found = {parameter for module in modules for parameter in module.parameters()}
         if any(parameter.requires_grad for parameter in found):
             warn_once(

@@ -47,10 +47,6 @@ class XlaStrategy(Strategy):
     def label(cls, runtime: Runtime) -> DistributedType:
         return runtime.backend.label
 
-    def place(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model to the device, with the parameters that are one under several names still one."""
-        return move_keeping_ties(model, self.runtime.device)
-
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Give all ranks the weights of the first, and average gradients."""
         has_gradients = any(parameter.requires_grad for parameter in model.parameters())
@@ -86,29 +82,3 @@ class XlaStrategy(Strategy):
 def _end_step_outside_of_loops(*_: Any) -> None:
     if not getattr(GradientState().active_dataloader, "ends_steps", False):
         XLA.end_step()
-
-
-def move_keeping_ties(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model in place to a device whose tensors are of another kind.
-
-    `Module.to` makes a new parameter for each name there, so that tied weights would be trained apart from each other.
-    """
-    moved: dict[int, torch.Tensor] = {}
-
-    def on_device(value: torch.Tensor) -> torch.Tensor:
-        if value.device == device:
-            return value
-        if id(value) not in moved:
-            new = value.detach().to(device)
-            if isinstance(value, torch.nn.Parameter):
-                new = torch.nn.Parameter(new, requires_grad=value.requires_grad)
-                new.__dict__.update(value.__dict__)
-            moved[id(value)] = new
-        return moved[id(value)]
-
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, value in table.items():
-                if value is not None:
-                    table[name] = on_device(value)  # type: ignore[assignment]
-    return model
