@@ -31,7 +31,7 @@ SECONDS_FOR_ONE = 10
 BYTES_FOR_ONE = 512 * 2**20
 """By how much the memory of a process may grow for one input, which is a few kilobytes long."""
 _MOST_MEMORY = 8 * 2**30
-_MOST_GENERATED = 3000
+_MOST_GENERATED = 10_000
 _LONGEST = 4096
 _SEEDS = 200
 _KEPT = 20
