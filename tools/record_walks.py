@@ -38,7 +38,7 @@ class Guide:
         heading: What the walk is, in a word or two.
         request: What is called.
         wanted: Files that the walk should pass through at most.
-        allowed: Files that it may pass through; this number only falls.
+        allowed: Files that it may pass through; this number only falls, unless a new promise needs a file.
         reason: Why more than the wanted files are allowed, for the page.
     """
 
@@ -54,8 +54,9 @@ GUIDES = {
         "Launch",
         "`accelerate launch --cpu --num_processes 2 train.py`, until a worker starts",
         20,
-        23,
-        "five of its files are launchers, which are asked in turn whether the run is theirs.",
+        24,
+        "five of its files are launchers, which are asked in turn whether the run is theirs; one reads with care what others "
+        "wrote.",
     ),
     "construct": Guide(
         "Construction",
@@ -77,19 +78,26 @@ GUIDES = {
         "Save",
         "`save_state(folder)`",
         14,
-        24,
-        "the way itself takes ten files, and one keeps other runs out; each of the others gives the state of one kind of object, or is a leaf that all "
-        "share.",
+        27,
+        "the way itself takes ten files, one keeps other runs out, one looks for what a load would refuse, and two see that a "
+        "clock which went back changes no order; each of the others gives the state of one kind of object, or is a leaf that "
+        "all share.",
     ),
     "load": Guide(
-        "Load", "`load_state(folder)`", 14, 20, "as with a save, each kind of object takes its own state back."
+        "Load",
+        "`load_state(folder)`",
+        14,
+        24,
+        "as with a save, each kind of object takes its own state back; four of its files see that none runs code or leads out of "
+        "its folder.",
     ),
     "big": Guide(
         "A big model",
         "`init_empty_weights`, `load_checkpoint_and_dispatch` to the disk, a forward",
         14,
-        16,
-        "five of its files are leaves that all share: environment, vendors, atomic files, nested data, private torch.",
+        18,
+        "six of its files are leaves that all share: environment, vendors, atomic files, nested data, private torch, and the "
+        "careful reading of what others wrote.",
     ),
 }
 
