@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.faults.test_engines import ENGINES
 from tests.support.processes import run_group
 from tests.support.training import fresh_accelerator
 
@@ -115,3 +116,36 @@ def test_a_rank_is_killed(phase: str, tmp_path: Path) -> None:
     assert loaded == found.step
     assert [path.name for path in tmp_path.rglob("checkpoint_*")] == [name]
     assert not list(tmp_path.rglob(".*"))
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def save_with(name: str, project: str, dies: bool) -> int:
+    """Train a step under an engine and save; rank 1 is killed when it has written its files."""
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, step = ENGINES[name][0](configuration)
+    if list(Path(project).glob("checkpoints/*")):
+        accelerator.load_state()
+    loaded = accelerator.progress.step
+    step()
+    if dies and accelerator.process_index == 1:
+        write = state.StagedSave._write
+        patch.object(state.StagedSave, "_write", lambda self: (write(self), die())).start()
+    accelerator.save_state()
+    accelerator.end_training()
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["zero 3", "megatron"])
+def test_a_rank_of_an_engine_is_killed_when_it_has_written(name: str, tmp_path: Path) -> None:
+    package = ENGINES[name][1]
+    if package is not None:
+        pytest.importorskip(package)
+    project = str(tmp_path)
+    run_group(save_with, 2, name, project, False)
+    with pytest.raises(ProcessFailedError, match=r"rank 1 of 2 failed on .*SIGKILL"):
+        notebook_launcher(save_with, (name, project, True), num_processes=2)
+    assert run_group(save_with, 2, name, project, False) == [1, 1]
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["checkpoint_1"]
+    assert {path.name for path in tmp_path.rglob(".*")} <= {".metadata"}
