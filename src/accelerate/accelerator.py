@@ -894,6 +894,5 @@ class Accelerator(ProcessControl):
             steps.callback(self._run_progress.stop_listening)
             if dist.is_available() and dist.is_initialized():
                 steps.callback(self.state.wait_for_everyone)
-            for tracker in reversed(self.trackers):
-                steps.callback(tracker.finish)
+            steps.callback(self._trackers.finish)
             steps.callback(self._checkpoints.checkpointer.close)

@@ -68,6 +68,13 @@ class Agent(LocalElasticAgent):
         workers = self._worker_group.workers
         return workers[0].world_size if workers and workers[0].world_size > 0 else None
 
+    @property
+    def ended_functions(self) -> dict[int, tuple[int, int]]:
+        """The numbers and exit codes of the processes that ran functions and have ended, by local rank."""
+        started = getattr(self._pcontext, "_pc", None)
+        processes = enumerate(started.processes if started is not None else ())
+        return {rank: (process.pid, process.exitcode) for rank, process in processes if process.exitcode is not None}
+
     def give_up_restarts(self) -> None:
         """Take the next failure of a worker as the end of the run."""
         self._remaining_restarts = 0

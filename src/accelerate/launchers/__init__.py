@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import math
 import multiprocessing
 import os
 import sys
@@ -375,6 +377,8 @@ class FunctionWorker:
             Path(record).with_name(_PID_FILE).write_text(str(os.getpid()))
         current.reset()
         if self.forked:
+            # What an earlier launch left in the parent, and nobody has collected, needs threads that were not forked.
+            gc.freeze()
             # A forked process must not enter a parallel region: the threads of its parent's pool were not forked.
             torch.set_num_threads(1)
         ranks = {} if rank is None else {"rank": str(rank), "local_rank": str(rank)}
@@ -404,6 +408,21 @@ def _run_under_agent(worker: FunctionWorker, options: ElasticOptions, **more: An
         ProcessFailedError: If a process fails.
     """
     memory = OutOfMemoryKills.now()
+    outcome = _outcome_under_agent(worker, options, **more)
+    # What torch's agent leaves has threads. A process that is forked later, of another launch or of a loader, has not:
+    # it would crash when it collects this.
+    gc.collect()
+    if isinstance(outcome, dict):
+        return [outcome[rank] for rank in sorted(outcome)]
+    root = first_failure(outcome)
+    world_size = options.nproc_per_node * options.num_nodes
+    raise ProcessFailedError(report([root], world_size, memory).lstrip("\n-"), root.rank, root.exit_code)
+
+
+def _outcome_under_agent(
+    worker: FunctionWorker, options: ElasticOptions, **more: Any
+) -> dict[int, Any] | list[Failure]:
+    """Return the results by rank, or the failures."""
     # The kernel of a notebook keeps its own handlers: with those of the agent its stop button would no longer work.
     with (
         tempfile.TemporaryDirectory(prefix="accelerate-") as folder,
@@ -411,21 +430,21 @@ def _run_under_agent(worker: FunctionWorker, options: ElasticOptions, **more: An
     ):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from accelerate.launch.agent import launch_config, run_agent
+        from accelerate.launch.agent import Agent, launch_config, run_agent
 
+        agents: list[Agent] = []
         try:
-            results = run_agent(launch_config(options, folder, **more), worker)
+            return run_agent(launch_config(options, folder, **more), worker, started=agents.append)
         except ChildFailedError as error:
-            failures = _failures(error.failures, Path(folder))
-        else:
-            return [results[rank] for rank in sorted(results)]
-    root = first_failure(failures)
-    world_size = options.nproc_per_node * options.num_nodes
-    raise ProcessFailedError(report([root], world_size, memory).lstrip("\n-"), root.rank, root.exit_code)
+            return _failures(error.failures, Path(folder), agents[0].ended_functions)
 
 
-def _failures(known: dict[int, Any], folder: Path) -> list[Failure]:
-    """Return the failure that the agent names and those of which the other processes of this machine left a record."""
+def _failures(known: dict[int, Any], folder: Path, ended: Mapping[int, tuple[int, int]]) -> list[Failure]:
+    """Return the failure that the agent names, and those of the other processes of this machine.
+
+    Args:
+        ended: The numbers and exit codes of processes, by local rank.
+    """
     (rank, named), *_ = known.items()
     first_rank = rank - named.local_rank
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda attempt: int(attempt.name.rpartition("_")[2]))
@@ -439,6 +458,10 @@ def _failures(known: dict[int, Any], folder: Path) -> list[Failure]:
             found[local] = Failure(first_rank + local, local, pid, code, moment or float(named.timestamp), text)
     if named.local_rank not in found:
         found[named.local_rank] = Failure(rank, named.local_rank, named.pid, named.exitcode, float(named.timestamp) + 1)
+    for local, (pid, code) in ended.items():
+        if local not in found and code < 0:
+            # Killed, and nobody knows when: it counts where the others only lost a peer.
+            found[local] = Failure(first_rank + local, local, pid, code, math.inf)
     return list(found.values())
 
 

@@ -94,8 +94,9 @@ class Claims:
         self.files.add(file)
         pulse = self.holder.pulse_beside(file)
         if pulse not in self._pulses or not pulse.exists():
-            pulse.write_text(_counter(0), encoding="utf-8")
             self._pulses[pulse] = 0
+            with suppress(OSError):
+                pulse.write_text(_counter(0), encoding="utf-8")
         if self._thread is None:
             self._ending.clear()
             self._thread = threading.Thread(target=self._beat, name="accelerate-pulse", daemon=True)
@@ -231,10 +232,15 @@ def _claim(folder: Path) -> None:
 def _create(file: Path, holder: Holder) -> bool:
     """Write a claim, and return whether there was none."""
     try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(holder.to_json())
+        stream = file.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    try:
+        with stream:
+            stream.write(holder.to_json())
+    except OSError:
+        file.unlink(missing_ok=True)  # the disk is full: nobody could tell whose it is
+        raise
     return True
 
 

@@ -85,6 +85,11 @@ class RunTrackers:
         tracker: GeneralTracker = make(project_name, *folder, **init_kwargs.get(str(chosen), {}))
         return tracker
 
+    def finish(self) -> None:
+        """Close every tracker; what one cannot record any more does not make a failure of a run that was trained."""
+        for tracker in self.open:
+            self._succeeds(tracker, "finish", tracker.finish)
+
     def get(self, name: str, *, unwrap: bool) -> Any:
         """Return a tracker by its name, or the object of its package; a blank one where nothing is recorded."""
         for tracker in self.open:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.disks import fill_up, mounted
 from tests.support.processes import run_group, script_environment
 
 from accelerate._base.errors import CheckpointError
@@ -206,6 +207,17 @@ def test_where_no_claim_can_be_written_the_save_decides(tmp_path: Path, caplog: 
     claims.claim(tmp_path / "file" / "state")
     claims.check(tmp_path / "file" / "state")
     assert "could not be claimed, so other runs are not kept out of it" in caplog.text
+
+
+def test_on_a_full_disk_no_claim_is_left_that_names_nobody(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        fill_up(disk)
+        claims.claim(disk / "state")
+        assert [entry.name for entry in disk.iterdir()] == ["filler"]
+        (disk / "filler").unlink()
+        claims.claim(disk / "state")
+        claims.check(disk / "state")
+        claims.release()
 
 
 def test_a_folder_that_is_a_disk_holds_its_own_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,13 +157,16 @@ def test_without_trackers_every_call_is_allowed() -> None:
     accelerator.end_training()
 
 
-def test_all_trackers_are_closed_when_one_fails() -> None:
+def test_all_trackers_are_closed_when_one_fails(caplog: pytest.LogCaptureFixture) -> None:
     last = Recorder()
     accelerator = Accelerator(cpu=True, log_with=[Breaking(), last])
     accelerator.init_trackers("project")
-    with pytest.raises(OSError, match="the disk is full"):
-        accelerator.end_training()
+    # A run that was trained, or stops to go on later, is no failure for that.
+    with pytest.raises(SystemExit) as left:
+        accelerator.exit_for_restart()
+    assert left.value.code == 75
     assert last.calls[-1] == "finish"
+    assert "The tracker 'breaking' failed to finish" in caplog.text
 
 
 def test_a_tracker_that_fails_to_log_stops_neither_training_nor_the_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -261,4 +264,4 @@ def test_a_tracker_made_before_the_accelerator_records_on_the_main_process_alone
 
 @pytest.mark.multiprocess
 def test_a_tracker_that_fails_does_not_hold_up_the_other_process() -> None:
-    assert run_group(_end_with_a_failure, 2) == ["the disk is full", "ended"]
+    assert run_group(_end_with_a_failure, 2) == ["ended", "ended"]

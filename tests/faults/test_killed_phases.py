@@ -1,0 +1,151 @@
+"""SIGKILL to one rank in each phase of a run: the others end, the error names the rank, and the last checkpoint is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.faults.test_engines import ENGINES
+from tests.support.processes import run_group
+from tests.support.training import fresh_accelerator
+
+from accelerate import Accelerator, notebook_launcher
+from accelerate.checkpointing import manifest, state
+from accelerate.checkpointing.catalog import newest_valid
+from accelerate.checkpointing.parts import ModelPart
+from accelerate.launchers import ProcessFailedError
+from accelerate.strategies.base import Strategy
+from accelerate.utils import ProjectConfiguration
+
+pytestmark = pytest.mark.multiprocess
+
+PHASES: dict[str, tuple[int, Any, str]] = {
+    "prepare: the model is wrapped": (1, Strategy, "prepare_model"),
+    "load: the checkpoint is looked for": (1, state, "_find"),
+    "load: the files are verified": (0, state, "_verify"),
+    "load: the weights are read": (1, ModelPart, "read"),
+    "load: the ranks agree": (0, state, "_agree_to_load"),
+    "load: the weights are restored": (1, ModelPart, "restore"),
+    "save: the stage is made": (0, state, "make_stage"),
+    "save: the snapshot is taken": (1, state.Snapshot, "__init__"),
+    "save: the files are written": (1, state.StagedSave, "_write"),
+    "save: the ranks have written": (0, state.StagedSave, "_publish"),
+    "save: the manifest is written": (0, manifest.atomic, "swap_folder"),
+    "save: the checkpoint is there": (0, state.StagedSave, "_rotate"),
+    "save: older ones are removed": (0, manifest.atomic, "remove_folder"),
+}
+"""Phase -> (the rank that is killed when it gets there, the owner of what it calls there, its name)."""
+EARLY = {"launch: nothing was made": 1, "launch: the group is there": 0}
+PUBLISHED = ("save: the checkpoint is there", "save: older ones are removed")
+
+
+def make_run(project: str) -> tuple[Accelerator, Callable[[], None]]:
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = fresh_accelerator(project_config=configuration, cpu=True)
+    model = torch.nn.Linear(3, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+
+    def step() -> None:
+        accelerator.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return accelerator, step
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_once(project: str) -> None:
+    accelerator, step = make_run(project)
+    step()
+    accelerator.save_state()
+    accelerator.end_training()
+
+
+def go_on(project: str, phase: str, blocking: bool) -> None:
+    """Go on from a checkpoint, and save another one; one rank is killed on the way."""
+    rank = int(os.environ["RANK"])
+    if EARLY.get(phase) == rank:
+        if phase == "launch: the group is there":
+            Accelerator(cpu=True)
+        die()
+    victim, owner, name = PHASES.get(phase, (None, None, ""))
+    if victim == rank:
+        patch.object(owner, name, die).start()
+    accelerator, step = make_run(project)
+    accelerator.load_state()
+    step()
+    accelerator.save_state(blocking=blocking)
+    accelerator.wait_for_save()
+    accelerator.end_training()
+
+
+def load_and_save(project: str) -> tuple[int, str]:
+    accelerator, step = make_run(project)
+    accelerator.load_state()
+    loaded = accelerator.progress.step
+    step()
+    name = accelerator.save_state().name
+    accelerator.end_training()
+    return loaded, name
+
+
+@pytest.mark.parametrize("phase", [*EARLY, *PHASES])
+def test_a_rank_is_killed(phase: str, tmp_path: Path) -> None:
+    project = str(tmp_path)
+    run_group(save_once, 2, project)
+    victim = EARLY[phase] if phase in EARLY else PHASES[phase][0]
+    with pytest.raises(ProcessFailedError) as caught:
+        notebook_launcher(go_on, (project, phase, len(phase) % 2 == 0), num_processes=2)
+    text = str(caught.value)
+    assert f"rank {victim} of 2 failed" in text
+    assert "SIGKILL" in text
+    found = newest_valid(project).value
+    assert found is not None
+    assert found.step == (2 if phase in PUBLISHED else 1)
+    # The next one, on another number of processes, goes on, and removes what is left.
+    ((loaded, name),) = run_group(load_and_save, 1, project)
+    assert loaded == found.step
+    assert [path.name for path in tmp_path.rglob("checkpoint_*")] == [name]
+    assert not list(tmp_path.rglob(".*"))
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def save_with(name: str, project: str, dies: bool) -> int:
+    """Train a step under an engine and save; rank 1 is killed when it has written its files."""
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, step = ENGINES[name][0](configuration)
+    if list(Path(project).glob("checkpoints/*")):
+        accelerator.load_state()
+    loaded = accelerator.progress.step
+    step()
+    if dies and accelerator.process_index == 1:
+        write = state.StagedSave._write
+        patch.object(state.StagedSave, "_write", lambda self: (write(self), die())).start()
+    accelerator.save_state()
+    accelerator.end_training()
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["zero 3", "megatron"])
+def test_a_rank_of_an_engine_is_killed_when_it_has_written(name: str, tmp_path: Path) -> None:
+    package = ENGINES[name][1]
+    if package is not None:
+        pytest.importorskip(package)
+    project = str(tmp_path)
+    run_group(save_with, 2, name, project, False)
+    with pytest.raises(ProcessFailedError, match=r"rank 1 of 2 failed on .*SIGKILL"):
+        notebook_launcher(save_with, (name, project, True), num_processes=2)
+    assert run_group(save_with, 2, name, project, False) == [1, 1]
+    assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["checkpoint_1"]
+    assert {path.name for path in tmp_path.rglob(".*")} <= {".metadata"}
