@@ -85,7 +85,7 @@ class Run:
             tail = (self.folder / "output.log").read_text(errors="replace")[-3000:]
             raise SoakFailure(f"the {self.name} run ended with {process.returncode}:\n{tail}")
         left = [str(file.relative_to(self.folder)) for file in temporary.rglob("*")]
-        left += [str(file.relative_to(self.folder)) for file in (self.folder / "checkpoints").glob(".*")]
+        left += [str(file.relative_to(self.folder)) for file in self.folder.rglob(".*")]
         if left:
             raise SoakFailure(f"the {self.name} run left files behind: {left}")
         result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
