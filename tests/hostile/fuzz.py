@@ -27,15 +27,15 @@ from types import FrameType
 
 CORPUS = Path(__file__).with_name("corpus")
 SUFFIX = ".input"
-SECONDS_FOR_ONE = 10
-_SECONDS_BY_THE_CLOCK = 60
-"""libFuzzer measures the clock's time; a busy machine may take so long for anything."""
+SECONDS_FOR_ONE, SECONDS_OF_WAITING = 10.0, 100.0
 BYTES_FOR_ONE = 512 * 2**20
 """By how much the memory of a process may grow for one input, which is a few kilobytes long."""
 _MOST_MEMORY = 8 * 2**30
 _MOST_GENERATED = 10_000
 _LONGEST = 4096
 _SEEDS = 200
+_GRACE = 300.0
+"""For imports, and for a last input that takes its time."""
 _KEPT = 20
 """Of the inputs that reach new code, how many the corpus keeps for each target."""
 # What an input costs, compared to others: the cheaper it is, the more of them are made.
@@ -52,22 +52,28 @@ class TooMuch(BaseException):
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Let a block neither compute for ever nor take memory without bound.
+    """Let a block neither hang nor take memory without bound.
 
-    Its own time is measured, not the clock's: what others do on the machine does not count.
+    What counts is the time of the processor, so that a busy machine is no finding; and a long time for what only waits.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TooSlow(f"not dealt with in {SECONDS_FOR_ONE} seconds")
+        raise TooSlow(f"not dealt with in {SECONDS_FOR_ONE} seconds, or waiting for {SECONDS_OF_WAITING}")
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    old = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS_FOR_ONE)
+    timers = {
+        signal.SIGPROF: (signal.ITIMER_PROF, SECONDS_FOR_ONE),
+        signal.SIGALRM: (signal.ITIMER_REAL, SECONDS_OF_WAITING),
+    }
+    handlers = {number: signal.signal(number, stop) for number in timers}
+    others = {timer: signal.setitimer(timer, seconds) for timer, seconds in timers.values()}
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, old)
+        for timer, values in others.items():
+            signal.setitimer(timer, *values)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     if grown > BYTES_FOR_ONE:
         raise TooMuch(f"{grown} bytes were taken")
@@ -137,6 +143,7 @@ def work(name: str, count: int, seconds: float, found: Path) -> None:
     Args:
         found: A folder that gets the inputs which reach new code.
     """
+    end = time.monotonic() + seconds
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     # Removed by whoever started this process: libFuzzer ends it on the spot.
     folder, seeds = found.with_suffix(".files"), found.with_suffix(".seeds")
@@ -150,8 +157,8 @@ def work(name: str, count: int, seconds: float, found: Path) -> None:
     with nullcontext() if atheris is None else atheris.instrument_imports(include=["accelerate"]):
         from tests.hostile.targets import TARGETS, is_refused
 
-        for warm_up in (b"", b"{}", b"\1{}"):  # a target imports what it needs
-            is_refused(TARGETS[name], warm_up, folder)
+        for path in sorted((CORPUS / name).glob(f"*{SUFFIX}")):  # a target imports what it needs
+            is_refused(TARGETS[name], path.read_bytes(), folder)
 
     def feed(data: bytes) -> bool:
         return is_refused(TARGETS[name], data, folder)
@@ -172,8 +179,8 @@ def work(name: str, count: int, seconds: float, found: Path) -> None:
         return
     for number, data in enumerate(kept):
         (seeds / str(number)).write_bytes(data)
-    left = max(1, int(seconds - time.process_time()))
-    options = [f"-runs={count - generated}", f"-max_total_time={left}", f"-timeout={_SECONDS_BY_THE_CLOCK}"]
+    left = max(1, int(end - time.monotonic()))
+    options = [f"-runs={count - generated}", f"-max_total_time={left}", f"-timeout={SECONDS_OF_WAITING:.0f}"]
     options += [f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-print_final_stats=1"]
     options += [f"-artifact_prefix={found}/finding-"]
     known = [str(CORPUS / name)] if (CORPUS / name).is_dir() else []
@@ -213,7 +220,7 @@ def run_target(name: str, count: int, seconds: float, found: Path) -> Outcome:
         command = [sys.executable, "-m", "tests.hostile.fuzz", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=CORPUS.parents[2])
         try:
-            code = process.wait(seconds + 120)
+            code = process.wait(seconds + _GRACE)
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
@@ -230,23 +237,20 @@ def run_target(name: str, count: int, seconds: float, found: Path) -> Outcome:
 
 def run_all(names: list[str], inputs: int, seconds: float, jobs: int, found: Path) -> list[Outcome]:
     """Feed all targets, and say what came out of each as soon as it is known."""
-    total = sum(_SHARES.get(name, 1.0) for name in names)
+    shares = {name: _SHARES.get(name, 1.0) for name in names}
+    # The slow ones first, so that no processor is idle at the end.
+    waiting = sorted(names, key=lambda name: shares[name], reverse=True)
     outcomes: list[Outcome] = []
     begin = time.monotonic()
+
+    def run_next() -> Outcome:
+        left = seconds - (time.monotonic() - begin)
+        budget = max(10.0, left * jobs / max(len(waiting), jobs))  # what others have not used is theirs who come later
+        name = waiting.pop()
+        return run_target(name, round(inputs * shares[name] / sum(shares.values())), budget, found)
+
     with ThreadPoolExecutor(jobs) as pool:
-        # The slow ones first, so that no processor is idle at the end.
-        ordered = sorted(names, key=lambda name: _SHARES.get(name, 1.0))
-        waiting = {
-            pool.submit(
-                run_target,
-                name,
-                round(inputs * _SHARES.get(name, 1.0) / total),
-                seconds * jobs / len(names),
-                found,
-            ): name
-            for name in ordered
-        }
-        for future in as_completed(waiting):
+        for future in as_completed([pool.submit(run_next) for _ in names]):
             outcomes.append(future.result())
             done = sum(outcome.generated + outcome.mutated for outcome in outcomes)
             passed = time.monotonic() - begin
