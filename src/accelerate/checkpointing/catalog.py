@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import re
-import time
 import zipfile
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -115,17 +113,6 @@ def prune(folder: Path | str, keep: int, *, spare: Path | None = None) -> list[P
     for path in removed:
         atomic.remove_folder(path)
     return removed
-
-
-def moment_in(folder: Path) -> float:
-    """Return the time for a new checkpoint in a folder: now, or after those that are there if the clock went back."""
-    found = [time.time()]
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        with suppress(OSError, CheckpointError, TypeError, OverflowError):  # of another one, and broken
-            manifest = Manifest.read(entry)
-            if manifest is not None and math.isfinite(manifest.created):
-                found.append(manifest.created + 0.001)
-    return max(found)
 
 
 def is_checkpoint(folder: Path) -> bool:

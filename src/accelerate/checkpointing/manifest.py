@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import shutil
@@ -156,6 +157,17 @@ class Manifest:
         """
         found = (record.problem(folder, checksums=checksums) for record in (self.files if records is None else records))
         return [problem for problem in found if problem is not None]
+
+
+def moment_in(folder: Path) -> float:
+    """Return the time for a new checkpoint in a folder: now, or after those that are there if the clock went back."""
+    found = [time.time()]
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError, CheckpointError, TypeError, OverflowError):  # of another one, and broken
+            manifest = Manifest.read(entry)
+            if manifest is not None and math.isfinite(manifest.created):
+                found.append(manifest.created + 0.001)
+    return max(found)
 
 
 def publish(stage: Path, target: Path, manifest: Manifest) -> None:

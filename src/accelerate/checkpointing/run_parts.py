@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import random
 from collections import defaultdict
@@ -17,6 +16,7 @@ import torch
 
 from accelerate._base.constants import RNG_STATE_NAME
 from accelerate._base.errors import CheckpointError
+from accelerate._base.untrusted import parse_json, read_limited
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import CUSTOM, PROGRESS, WINDOW
 from accelerate.checkpointing.parts import LoadOptions, ObjectPart, Part, Stateful, read_torch
@@ -71,7 +71,7 @@ class ProgressPart(ObjectPart):
         if not path.is_file():
             return None  # a checkpoint of another library
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return parse_json(read_limited(path))
         except ValueError as error:
             raise CheckpointError(
                 f"{str(path)!r} is not JSON ({error}): it is broken. Use another checkpoint."

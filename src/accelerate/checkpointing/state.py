@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import Choice
-from accelerate.checkpointing.catalog import CheckpointInfo, moment_in, newest_valid, prune
+from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, WorkerThread
-from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, publish
+from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, moment_in, publish
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
 from accelerate.checkpointing.run_parts import check_custom_count
 from accelerate.checkpointing.snapshot import Snapshot

@@ -85,7 +85,10 @@ class Owner:
 
     def is_above(self) -> bool:
         """Return whether this process was started by the owner, or by a process that it started."""
-        numbers = [parent.pid for parent in psutil.Process().parents()]
+        try:
+            numbers = [parent.pid for parent in psutil.Process().parents()]
+        except psutil.Error:  # some of them cannot be looked at
+            return False
         return self.process in numbers and self.is_alive() is True
 
 

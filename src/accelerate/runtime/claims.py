@@ -201,7 +201,8 @@ def _own() -> Claims:
 
 def _file_of(folder: Path) -> Path:
     """Return where the claim of a folder is: beside it, unless that is another disk or not allowed."""
-    if folder.is_dir() and (folder.is_mount() or not os.access(folder.parent, os.W_OK)):
+    is_disk = os.path.ismount(folder)  # before Python 3.12 pathlib does not answer on Windows
+    if folder.is_dir() and (is_disk or not os.access(folder.parent, os.W_OK)):
         return folder / f"{HIDDEN}{CLAIM}"
     return folder.with_name(f"{HIDDEN}{folder.name}.{CLAIM}")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from accelerate.checkpointing.catalog import (
     CheckpointInfo,
     catalog,
     inspect,
-    moment_in,
     newest_valid,
     numbered,
     prune,
@@ -124,20 +120,6 @@ def test_without_a_manifest_nothing_is_known(checkpoint: CheckpointInfo) -> None
     assert verify(known) == known
     (checkpoint.path / "manifest.json").write_text("[]")
     assert not verify(known).is_valid
-
-
-def test_a_checkpoint_is_younger_than_those_beside_it_whatever_the_clock_says(tmp_path: Path) -> None:
-    before = time.time()
-    assert moment_in(tmp_path / "nowhere") >= before
-    for name, created in {"past": 1.0, "future": before + 1e6, "text": "1", "endless": math.inf}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(
-            json.dumps(Manifest((), versions={}, created=created).to_json())  # type: ignore[arg-type]
-        )
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "manifest.json").write_text("{")
-    (tmp_path / "file").touch()
-    assert before + 1e6 < moment_in(tmp_path) < before + 1e6 + 1
 
 
 def info(number: int | str, is_valid: bool = True) -> CheckpointInfo:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pytest
 import torch
 from tests.support.checkpoints import write_checkpoint as write
 
+from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.catalog import catalog, inspect
 from accelerate.checkpointing.files import FileProblem, FileRecord
-from accelerate.checkpointing.manifest import Manifest, is_own_file, is_pending
+from accelerate.checkpointing.manifest import Manifest, is_own_file, is_pending, moment_in
 
 
 def problems(folder: Path, *, checksums: bool = True) -> list[FileProblem]:
@@ -141,3 +144,31 @@ def test_a_manifest_of_a_later_release_is_refused(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps({**content, "version": 99}))
     with pytest.raises(RuntimeError, match="it has version 99, and this release reads up to 1"):
         Manifest.read(folder)
+
+
+def test_a_checkpoint_is_younger_than_those_beside_it_whatever_the_clock_says(tmp_path: Path) -> None:
+    before = time.time()
+    assert moment_in(tmp_path / "nowhere") >= before
+    for name, created in {"past": 1.0, "future": before + 1e6, "text": "1", "endless": math.inf}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(
+            json.dumps(Manifest((), versions={}, created=created).to_json())  # type: ignore[arg-type]
+        )
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    (tmp_path / "file").touch()
+    assert before + 1e6 < moment_in(tmp_path) < before + 1e6 + 1
+
+
+def test_a_manifest_whose_facts_have_changed_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "state", {"a": "1"}, step=4)
+    file = tmp_path / "state" / "manifest.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps({**found, "world_size": 3}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json.*its bytes have changed since it was written"):
+        Manifest.read(tmp_path / "state")
+    del found["checksum"]  # as earlier releases wrote it
+    file.write_text(json.dumps({**found, "world_size": 3}))
+    manifest = Manifest.read(tmp_path / "state")
+    assert manifest is not None
+    assert manifest.world_size == 3

@@ -222,7 +222,7 @@ def test_on_a_full_disk_no_claim_is_left_that_names_nobody(tmp_path: Path) -> No
 
 def test_a_folder_that_is_a_disk_holds_its_own_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies beside it is on another disk, which another machine need not see."""
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
     claims.claim(tmp_path)
     assert (tmp_path / ".accelerate-claim").is_file()
 
