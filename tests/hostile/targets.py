@@ -383,18 +383,19 @@ def pending_manifest(data: bytes, folder: Path) -> None:
 
 
 def progress(data: bytes, folder: Path) -> None:
-    from accelerate._base.untrusted import parse_json
     from accelerate.checkpointing.catalog import inspect
+    from accelerate.checkpointing.parts import LoadOptions
+    from accelerate.checkpointing.run_parts import ProgressPart
     from accelerate.runtime.gradient_clock import Progress
 
     checkpoint = empty(folder / "checkpoint_0")
     (checkpoint / "progress.json").write_bytes(data)
-    inspect(checkpoint)
-    try:
-        state = parse_json(data)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    Progress().load_state_dict(state)
+    part = ProgressPart(Progress())
+
+    def read() -> None:
+        part.restore(part.read(checkpoint, LoadOptions()))
+
+    in_turn(lambda: inspect(checkpoint), read)
 
 
 # --- datasets -----------------------------------------------------------------------------------------------------------
