@@ -78,9 +78,8 @@ GUIDES = {
         "Save",
         "`save_state(folder)`",
         14,
-        27,
-        "the way itself takes ten files, one keeps other runs out, one looks for what a load would refuse, and two see that a "
-        "clock which went back changes no order; each of the others gives the state of one kind of object, or is a leaf that "
+        26,
+        "the way itself takes ten files, one keeps other runs out, and one looks for what a load would refuse; each of the others gives the state of one kind of object, or is a leaf that "
         "all share.",
     ),
     "load": Guide(
