@@ -79,7 +79,8 @@ GUIDES = {
         "`save_state(folder)`",
         14,
         26,
-        "the way itself takes ten files, one keeps other runs out, and one looks for what a load would refuse; each of the others gives the state of one kind of object, or is a leaf that "
+        "the way itself takes ten files, one keeps other runs out, and one looks for what a load would refuse; each of the others "
+        "gives the state of one kind of object, or is a leaf that "
         "all share.",
     ),
     "load": Guide(
