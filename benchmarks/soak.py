@@ -62,6 +62,10 @@ class Run:
                 found.append(json.loads(line))
         return found
 
+    def _step(self) -> int:
+        """Return the last step that the first rank has told of."""
+        return (self.vitals(0)[-1:] or [{"step": 0}])[0]["step"]
+
     def execute(self, deadline: float) -> dict[str, Any]:
         """Run the program to its end, kill its processes meanwhile, and return its result."""
         temporary = self.folder / "temporary"
@@ -98,43 +102,33 @@ class Run:
             while process.poll() is None:
                 if time.monotonic() > deadline:
                     raise SoakFailure(f"the {self.name} run did not end in time; it stands at step {bar.n}")
-                last = self.vitals(0)[-1:]
-                if last:
-                    bar.update(max(0, last[0]["step"] - bar.n))
-                if self.kills and len(self.killed) < self.kills:
-                    next(killer)
+                bar.update(max(0, self._step() - bar.n))
+                next(killer, None)
                 time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _killer(self, process: subprocess.Popen[bytes], choices: random.Random) -> Any:
-        """Kill one process or all at random moments: while they train or save, load, or start."""
-        while True:
-            before = len(self.vitals(0))
-            # Two of three times the run gets on by a save at least: otherwise it would never end.
-            if choices.random() < 2 / 3:
-                while len(self.vitals(0)) == before:
-                    yield
-            patience = time.monotonic() + choices.uniform(0.0, 10.0)
-            while time.monotonic() < patience:
+        """Kill one process or all at random moments of the whole run: while they train, save, load or start."""
+        for moment in sorted(choices.uniform(0.0, 0.8 * self.steps) for _ in range(self.kills)):
+            # One of three kills comes soon after the one before, while the processes start again.
+            is_soon = bool(self.killed) and choices.random() < 1 / 3
+            while not is_soon and self._step() < moment:
+                yield
+            patience = time.monotonic() + choices.uniform(0.0, 8.0 if is_soon else 1.5)
+            while time.monotonic() < patience or not _children(process.pid):
                 yield
             workers = _children(process.pid)
-            if not workers:
-                yield
-                continue
             victims = [choices.choice(workers)] if choices.random() < 2 / 3 else workers
-            step = (self.vitals(0)[-1:] or [{"step": 0}])[0]["step"]
+            step = self._step()
             for victim in victims:
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
             self.killed.append(f"{len(victims)} process(es) after step {step}")
-            launcher = psutil.Process(process.pid)
-            self.launcher.append(
-                {
-                    "step": step,
-                    "memory": launcher.memory_info().rss,
-                    "handles": launcher.num_fds(),
-                    "threads": launcher.num_threads(),
-                }
-            )
+            with suppress(psutil.Error):
+                launcher = psutil.Process(process.pid)
+                memory, handles = launcher.memory_info().rss, launcher.num_fds()
+                self.launcher.append(
+                    {"step": step, "memory": memory, "handles": handles, "threads": launcher.num_threads()}
+                )
             yield
 
     def growth(self) -> dict[str, int]:
