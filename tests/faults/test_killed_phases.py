@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.faults.test_engines import ENGINES
+from tests.faults.test_engines import ENGINES, require_package_of
 from tests.support.processes import run_group
 from tests.support.training import fresh_accelerator
 
@@ -139,9 +139,7 @@ def save_with(name: str, project: str, dies: bool) -> int:
 
 @pytest.mark.parametrize("name", ["zero 3", "megatron"])
 def test_a_rank_of_an_engine_is_killed_when_it_has_written(name: str, tmp_path: Path) -> None:
-    package = ENGINES[name][1]
-    if package is not None:
-        pytest.importorskip(package)
+    require_package_of(name)
     project = str(tmp_path)
     run_group(save_with, 2, name, project, False)
     with pytest.raises(ProcessFailedError, match=r"rank 1 of 2 failed on .*SIGKILL"):
