@@ -230,8 +230,8 @@ def _is_close(one: Any, other: Any) -> bool:
 
 # --- what differs, and why --------------------------------------------------------------------------------------------
 
-# A checkpoint of ours has these beside the files of release 1.15.
-OWN_FILES = ("loader*.bin", "manifest.json", "progress.json")
+# A checkpoint of ours has these beside the files of release 1.15, and its folder the last two while a run lives.
+OWN_FILES = ("loader*.bin", "manifest.json", "progress.json", ".*accelerate-claim", ".accelerate-pulse-*")
 
 _EXACT_RESUME = "`load_state` brings the loaders back too, so the resumed run goes on as the one that was never stopped"
 DIFFERENCES = (
