@@ -17,6 +17,10 @@ from __future__ import annotations
 class AccelerateError(Exception):
     """Catch every error that the library raises on purpose."""
 
+    def __str__(self) -> str:
+        # What was given may hold halves of characters, of a file or a variable, that no terminal and no log can take.
+        return super().__str__().encode(errors="backslashreplace").decode()
+
 
 class ConfigurationError(AccelerateError, ValueError):
     """Report arguments or settings that cannot work, alone or together."""

@@ -21,3 +21,7 @@ def test_an_error_is_caught_by_its_builtin_and_by_the_root(error: type[Exception
     for caught in (builtin, errors.AccelerateError):
         with pytest.raises(caught, match="given"):
             raise error("given")
+
+
+def test_every_message_can_be_printed() -> None:
+    assert str(errors.ConfigurationError("a name \ud800")).encode() == rb"a name \ud800"
