@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, ClassVar, NoReturn, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -220,13 +220,17 @@ class ShardPlanner(DefaultLoadPlanner):
     """Fill a state dict with tensors, and with other values as far as they are plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Take over a value that is no tensor."""
-        try:
-            load(value, map_location="cpu")  # torch reads it again, with code
-        except pickle.UnpicklingError as error:
-            self._refuse(read_item, value, error)
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        """Take over a value that is no tensor.
 
-    def _refuse(self, read_item: ReadItem, value: BytesIO, error: pickle.UnpicklingError) -> NoReturn:
-        raise CheckpointError(refusal(read_item.storage_index.fqn, error, value)) from error
+        Raises:
+            CheckpointError: If it would run code.
+        """
+        try:
+            plain = load(value, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(refusal(read_item.storage_index.fqn, error, value)) from error
+        # torch unpickles what it gets here, whatever that runs: so it gets bytes that were written here.
+        with BytesIO() as written:
+            torch.save(plain, written)
+            written.seek(0)
+            super().load_bytes(read_item, written)
