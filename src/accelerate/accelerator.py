@@ -836,7 +836,7 @@ class Accelerator(ProcessControl):
 
         Raises:
             ConfigurationError: If the Accelerator has no `project_dir`.
-            CheckpointError: If there is one and it does not fit this run.
+            CheckpointError: If there are some and none is valid, or the newest one does not fit this run.
         """
         return self._checkpoints.resume()
 

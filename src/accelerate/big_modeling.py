@@ -31,7 +31,7 @@ from accelerate.offload import quantised
 from accelerate.offload.loading import load_checkpoint_in_model
 from accelerate.offload.places import DISK, META, Place, as_device, check_device_map, flatten_device_map
 from accelerate.offload.plan import auto_device_map
-from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
+from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict, warn_of_other_weights
 from accelerate.offload.stored import FilePath
 from accelerate.offload.tensors import (
     TiedCache,
@@ -238,7 +238,9 @@ def disk_offload(
         offload_dir: A folder that has an index already is used as it is; otherwise the weights are written to it.
         offload_memory: What weights may take in memory, in bytes or as text like `"2GB"`; measured if not given.
     """
-    if not has_offload_index(offload_dir):
+    if has_offload_index(offload_dir):
+        warn_of_other_weights(offload_dir, model.state_dict())
+    else:
         offload_state_dict(offload_dir, model.state_dict())
     device = _running_device(model, execution_device)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,19 +145,27 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(
 
     accelerator.load_state()
     assert (accelerator.progress.step, loader.position.samples) == (1, 2)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"{bad.name} was passed over ({name}: " in warned[-1]
     assert contents(good) == untouched
     assert train(accelerator, model, optimizer, loader) == 2
     assert accelerator.save_state().name == "checkpoint_2"
 
 
-def test_without_a_valid_checkpoint_the_error_says_what_was_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [truncate, flip, remove])
+def test_without_a_valid_checkpoint_the_error_says_what_was_passed_over(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     for path in two_checkpoints(tmp_path):
-        truncate(path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"checkpoint_1 was passed over .*model\.safetensors.*checkpoint_0"):
+        damage(path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint_1 was passed over \(model\.safetensors: it.*checkpoint_0 was .*\(model\.safetensors: it",
+    ):
         make_run(tmp_path)[0].load_state()
 
 
-def test_a_broken_manifest_is_a_broken_checkpoint(tmp_path: Path) -> None:
+def test_a_broken_manifest_is_a_broken_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, bad = two_checkpoints(tmp_path)
     truncate(bad / "manifest.json")
     accelerator = make_run(tmp_path)[0]
@@ -164,6 +173,9 @@ def test_a_broken_manifest_is_a_broken_checkpoint(tmp_path: Path) -> None:
         accelerator.load_state(bad)
     accelerator.load_state("latest")
     assert accelerator.progress.step == 1
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert f"{bad.name} was passed over (" in warned
+    assert "manifest.json" in warned
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:

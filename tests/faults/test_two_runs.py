@@ -20,7 +20,7 @@ from tests.support.stopping import until
 from tests.support.training import fresh_accelerator
 
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.catalog import catalog, inspect
 from accelerate.devices.machine import get_free_port
 from accelerate.runtime import claims
@@ -72,10 +72,12 @@ def second_run(project: str, signs: Signs) -> list[str]:
     """Try to save into the folder of the other one."""
     signs.await_sign("first has saved")
     accelerator, model = make_run(project)
+    with pytest.raises(ConfigurationError) as begun:  # it does not go on from what is there
+        accelerator.save_state()
     accelerator.load_state()  # reading is free
     weights = model.state_dict()
     before = contents(Path(project))
-    said = []
+    said = [str(begun.value)]
     for blocking in (True, False):
         with pytest.raises(CheckpointError) as caught:
             accelerator.save_state(blocking=blocking)
@@ -111,7 +113,10 @@ def test_the_second_run_is_refused_and_told_who_is_first(tmp_path: Path) -> None
     assert first == other == ["checkpoint_0", "checkpoint_2"]
     holder = (signs / "first has saved").read_text()
     assert said == same, "all ranks of the second run are told the same"
-    for text in said:
+    begun, *refused = said
+    assert f"process {holder} on {socket.gethostname()!r} saves into '{project}/checkpoints'" in begun
+    assert len(refused) == 2
+    for text in refused:
         assert f"'{project}/checkpoints' is in use: process {holder} on {socket.gethostname()!r} saves into it" in text
         assert "Give this run a folder of its own" in text
     assert [(info.name, info.is_valid) for info in catalog(project)] == [("checkpoint_3", True)]

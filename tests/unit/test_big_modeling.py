@@ -259,6 +259,29 @@ def test_weights_kept_on_the_cpu_or_the_disk_give_the_same_output(offload_buffer
     assert (tmp_path / "index.json").stat().st_mtime_ns == written
 
 
+@pytest.mark.parametrize(
+    "offload", [disk_offload, lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder)]
+)
+def test_a_folder_with_other_weights_than_the_model_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, offload: Callable[[nn.Module, Path], nn.Module]
+) -> None:
+    first, plain = made()
+    offload(first, tmp_path)
+    offload(made()[0], tmp_path)
+    assert not caplog.text  # the same weights
+    with init_empty_weights():
+        offload(Net(), tmp_path)
+    assert not caplog.text  # none
+    changed, _ = made()
+    with torch.no_grad():
+        changed.gain[-1] += 1
+    offload(changed, tmp_path)
+    (told,) = caplog.messages
+    assert f"{str(tmp_path)!r} has an index, so its weights are used, and 1 of " in told
+    assert "'gain' first" in told
+    assert torch.equal(changed(X)["logits"], plain)
+
+
 def test_offloaded_weights_train_nothing_but_give_gradients_to_inputs() -> None:
     model, _ = made()
     cpu_offload(model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import SafetensorError, safe_open
 
@@ -64,22 +65,31 @@ def catalog(folder: Path | str) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: (number_of(info.path) or 0) if by_number else info.created)
 
 
-def newest_valid(folder: Path | str, *, without: Container[Path] = ()) -> Choice[CheckpointInfo | None]:
-    """Return the newest checkpoint whose files are all there, None if there is none.
+@dataclass(frozen=True)
+class Newest(Choice[CheckpointInfo | None]):
+    """Hold the newest valid checkpoint, None if there is none, and a reason that names what was passed over.
 
     Args:
-        without: Checkpoints that are known to be broken.
+        passed_over: How many newer ones are there that cannot be used.
+    """
 
-    Returns:
-        The checkpoint, and a reason that names what was passed over.
+    passed_over: int
+
+
+def newest_valid(folder: Path | str, *, without: Mapping[Path, str] = MappingProxyType({})) -> Newest:
+    """Return the newest checkpoint whose files are all there.
+
+    Args:
+        without: Checkpoints that are known to be broken, and what is wrong with each.
     """
     passed_over: list[str] = []
     for info in reversed(catalog(folder)):
         if info.is_valid and info.path not in without:
             reason = f"{info.name} is the newest valid checkpoint in {str(folder)!r}"
-            return Choice(info, "; ".join([reason, *passed_over]))
-        passed_over.append(f"{info.name} was passed over ({info.problem or 'it is broken'})")
-    return Choice(None, "; ".join([f"there is no valid checkpoint in {str(folder)!r}", *passed_over]))
+            return Newest(info, "; ".join([reason, *passed_over]), len(passed_over))
+        passed_over.append(f"{info.name} was passed over ({without.get(info.path, info.problem)})")
+    reason = f"there is no valid checkpoint in {str(folder)!r}"
+    return Newest(None, "; ".join([reason, *passed_over]), len(passed_over))
 
 
 def surplus(checkpoints: Sequence[CheckpointInfo], keep: int, *, spare: Path | None = None) -> list[CheckpointInfo]:

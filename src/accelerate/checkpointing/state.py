@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate._base.errors import CheckpointError
-from accelerate._base.helpers import Choice
-from accelerate.checkpointing.catalog import CheckpointInfo, newest_valid, prune
+from accelerate.checkpointing.catalog import newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, WorkerThread
 from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, moment_in, publish
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
@@ -38,6 +37,9 @@ LoadHook = Callable[[list[torch.nn.Module], str], None]
 
 class BrokenCheckpoint(CheckpointError):
     """Report a checkpoint whose files are not what was written."""
+
+    problem = ""
+    """What is wrong with its files."""
 
 
 class DividesState(Protocol):
@@ -260,22 +262,24 @@ class Checkpointer:
             CheckpointError: If there is none, or it does not fit this run.
         """
         group = self.rank_group()
-        broken: set[Path] = set()
+        broken: dict[Path, str] = {}
         while True:
-            choices: list[Choice[CheckpointInfo | None]] = [newest_valid(folder, without=broken)]
+            choices = [newest_valid(folder, without=broken)]
             group.communicator.broadcast_objects(choices)
-            chosen, reason = choices[0].value, choices[0].reason
-            if chosen is None:
+            newest = choices[0]
+            if newest.value is None:
                 raise CheckpointError(
-                    f"No checkpoint was loaded: {reason}. Give load_state() the folder of a checkpoint, or start anew."
+                    f"No checkpoint was loaded: {newest.reason}. Give load_state() the folder of a checkpoint, or start "
+                    "anew in another folder."
                 )
+            path = newest.value.path
             if group.topology.rank == 0:
-                _LOG.info("Loading %s: %s.", chosen.path, reason)
+                level = logging.WARNING if newest.passed_over else logging.INFO  # what was trained after it is lost
+                _LOG.log(level, "Loading %s: %s.", path, newest.reason)
             try:
-                return chosen.path, self.load(chosen.path, state, options, hooks=hooks)
+                return path, self.load(path, state, options, hooks=hooks)
             except BrokenCheckpoint as error:
-                _LOG.warning("Passing over a checkpoint: %s", error)
-                broken.add(chosen.path)
+                broken[path] = error.problem
 
 
 def _new_process_group() -> dist.ProcessGroup:
@@ -294,6 +298,7 @@ def _make_common_stage(target: Path, claimed: Path, group: RankGroup) -> Path:
             outcome = error
     stage, *_ = group.agree(outcome, target, "begun")
     assert stage is not None  # the first rank of a disk leads
+    claims.share(claimed)
     return stage
 
 
@@ -478,8 +483,11 @@ def _agree_to_load(
     """Wait for the verification, and raise the same error on all ranks if the checkpoint cannot be used."""
     found = [str(problem) for share in group.communicator.gather_object(problems.result()) for problem in share]
     if found:
-        raise BrokenCheckpoint(
-            f"The checkpoint {str(source)!r} is broken: {'; '.join(found)}. Nothing was loaded from it. Use "
-            "another checkpoint; load_state() without a path takes the newest valid one."
-        ) from failure
+        problem = "; ".join(found)
+        broken = BrokenCheckpoint(
+            f"The checkpoint {str(source)!r} is broken: {problem}. Nothing was loaded from it. Use another checkpoint; "
+            "load_state() without a path takes the newest valid one."
+        )
+        broken.problem = problem
+        raise broken from failure
     group.agree(failure, source, "loaded")

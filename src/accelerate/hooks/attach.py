@@ -29,6 +29,7 @@ from accelerate.offload.store import (
     extract_submodules_state_dict,
     offload_state_dict,
     offloaded_weights,
+    warn_of_other_weights,
 )
 from accelerate.offload.stored import FilePath
 from accelerate.offload.tensors import (
@@ -293,6 +294,8 @@ def _write_missing(model: nn.Module, modules: list[str], folder: FilePath) -> No
     """Write the weights of modules that the folder does not hold yet."""
     weights = extract_submodules_state_dict(model.state_dict(), modules)
     written = read_offload_index(folder) if has_offload_index(folder) else {}
+    if written:
+        warn_of_other_weights(folder, weights)
     missing = {name: weight for name, weight in weights.items() if name not in written}
     empty = [name for name, weight in missing.items() if weight.device == META]
     if empty:

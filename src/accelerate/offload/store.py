@@ -14,6 +14,7 @@ from torch import nn
 
 from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.helpers import log_once
 from accelerate.collectives.base import Communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup, prefixes
 from accelerate.offload.safetensors_format import identity_in_memory, tensor_bytes
@@ -38,6 +39,9 @@ OpenFiles: TypeAlias = dict[str, SafetensorsFile | RawFile]
 
 BESIDE_WEIGHTS = ("SCB", "weight_format")
 """The last parts of names of what is stored beside a quantised weight, and read with it: its scales and its layout."""
+
+_COMPARED = 1000
+"""How many elements at each end of a weight tell whether it is another one."""
 
 
 def scales_name(weight_name: str) -> str:
@@ -102,6 +106,32 @@ def offload_state_dict(save_dir: FilePath, state_dict: Mapping[str, torch.Tensor
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)
     save_offload_index(index, save_dir)
+
+
+def warn_of_other_weights(folder: FilePath, state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Say once that a folder, which is used as it is, holds other weights than a model in memory.
+
+    The beginning and the end of each weight are compared, so that a large folder is not read twice. A model that was made
+    without its parameters is not meant to have any of its own.
+    """
+    if any(map(is_empty, state_dict.values())):
+        return
+    stored = OffloadedWeightsLoader(save_folder=folder)
+    found = {name: weight for name, weight in state_dict.items() if name in stored.index}
+    others = [name for name, weight in found.items() if not _begin_and_end_alike(weight, stored[name])]
+    if others:
+        log_once(
+            __name__,
+            f"{os.fspath(folder)!r} has an index, so its weights are used, and {len(others)} of {len(found)} are not those "
+            f"of the model ({others[0]!r} first). Give an empty folder to run the model with its own.",
+        )
+
+
+def _begin_and_end_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    pairs = zip(*((flat[:_COMPARED], flat[-_COMPARED:]) for flat in (first.flatten(), second.flatten())), strict=True)
+    return not first.numel() or all(tensor_bytes(one) == tensor_bytes(two.to(one.dtype)) for one, two in pairs)
 
 
 def extract_submodules_state_dict(

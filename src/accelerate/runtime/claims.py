@@ -83,6 +83,8 @@ class Claims:
         self.process = os.getpid()
         self.holder = Holder(Owner.this_process(), uuid.uuid4().hex[:8])
         self.files: set[Path] = set()
+        self.shared: set[Path] = set()
+        """Claims that another process of this run holds."""
         self._pulses: dict[Path, int] = {}
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,6 +106,7 @@ class Claims:
 
     def release_all(self) -> None:
         """Give up all claims."""
+        self.shared.clear()
         self.release(tuple(self.files))
 
     def release(self, files: Iterable[Path]) -> None:
@@ -182,6 +185,23 @@ def check(folder: Path) -> None:
                     f"{str(folder)!r} was taken over by {holder.owner or 'another process'} while this process stood "
                     "still or could not be reached. Give one of the two runs a folder of its own."
                 )
+
+
+def share(folder: Path) -> None:
+    """Remember that a folder belongs to the run of this process, whichever of its processes has claimed it."""
+    _own().shared.add(_file_of(folder))
+
+
+def other_run(folder: Path) -> Owner | None:
+    """Return the process of another run that has claimed a folder; None if there is none, or it has ended."""
+    file = _file_of(folder)
+    holder = None
+    if file not in _own().shared:
+        with suppress(OSError):
+            holder = Holder.read(file)
+    if holder is None or holder.owner is None or holder.owner.is_alive() is False:
+        return None
+    return holder.owner
 
 
 def release() -> None:

@@ -21,6 +21,7 @@ from accelerate.checkpointing.parts import Part, Prepared, load_options
 from accelerate.checkpointing.run_parts import CustomPart, ProgressPart, RandomPart, WindowPart
 from accelerate.checkpointing.state import Checkpointer, LoadHook, RunState, SaveHook
 from accelerate.config.plugins.training import ProjectConfiguration
+from accelerate.runtime import claims
 from accelerate.runtime.gradient_clock import Progress
 from accelerate.session.prepared import PreparedObjects
 from accelerate.session.setup import Run
@@ -101,24 +102,20 @@ class RunCheckpoints:
         self._continue_numbering(source, manifest)
 
     def resume(self) -> bool:
-        """Load the newest valid checkpoint of the project, if there is one; return whether there was."""
+        """Load the newest valid checkpoint of the project, if there are any; return whether there were."""
         project = self.project.project_dir
         if project is None:
             raise ConfigurationError(
                 "resume() was called and project_dir is None, so it is unknown where the checkpoints are. Write "
                 "Accelerator(project_dir=...), or load one by its path with load_state(...)."
             )
-        found: list[tuple[bool, str]] = [(False, "")]
-        if self.run.runtime.rank == 0:
-            choice = catalog.newest_valid(project)
-            found[0] = (choice.value is not None, choice.reason)
+        found = [self.run.runtime.rank == 0 and bool(catalog.catalog(project))]
         self.run.communicator.broadcast_objects(found)
-        exists, reason = found[0]
-        if exists:
-            self.load(None, {}, None, {})
+        if found[0]:
+            self.load(None, {}, None, {})  # if none of them is valid, nobody should train on from the beginning
         elif self.run.runtime.rank == 0:
-            _LOG.info("The run starts from the beginning: %s.", reason)
-        return exists
+            _LOG.info("The run starts from the beginning: there is no checkpoint in %r.", str(project))
+        return found[0]
 
     def register(self, objects: Sequence[Any]) -> None:
         """Save and restore these objects too."""
@@ -191,6 +188,12 @@ class RunCheckpoints:
         checkpoints = Path(self.project.project_dir).expanduser() / CHECKPOINTS
         target = numbered(checkpoints, self.project.iteration)
         if target.is_dir() and catalog.inspect(target).is_valid:
+            holder = claims.other_run(checkpoints)
+            if holder is not None:
+                raise ConfigurationError(
+                    f"save_state would write {str(target)!r}, and there is a checkpoint already: {holder} saves into "
+                    f"{str(checkpoints)!r}. Give this run a project_dir of its own, or end the other one."
+                )
             raise ConfigurationError(
                 f"save_state would write {str(target)!r}, and there is a checkpoint already, of another run perhaps. "
                 "Call load_state() to go on from it, set project_configuration.iteration to a number that is free, or "

@@ -45,11 +45,12 @@ class TestCatalog:
     def test_the_newest_valid_one_is_found_and_the_reason_names_the_others(self, tmp_path: Path) -> None:
         folders = [write(numbered(tmp_path, number), {"a": "1"}) for number in range(4)]
         (folders[3] / "a").unlink()
-        choice = newest_valid(tmp_path, without={folders[2]})
+        choice = newest_valid(tmp_path, without={folders[2]: "a: its bytes have changed"})
         assert choice.value is not None
         assert choice.value.path == folders[1]
         assert "checkpoint_3 was passed over (a: it is missing)" in choice.reason
-        assert "checkpoint_2 was passed over (it is broken)" in choice.reason
+        assert "checkpoint_2 was passed over (a: its bytes have changed)" in choice.reason
+        assert choice.passed_over == 2
         nothing = newest_valid(tmp_path / "nowhere")
         assert nothing.value is None
         assert "there is no valid checkpoint" in nothing.reason

@@ -270,11 +270,26 @@ class TestNaming:
         content = bytearray(weights.read_bytes())
         content[-3] ^= 1
         weights.write_bytes(content)
-        with caplog.at_level(logging.INFO):
-            accelerator.load_state(latest)
+        accelerator.load_state(latest)
         assert model.weight.tolist() == [[1.0, 1.0]]
-        assert "checkpoint_3 was passed over (model.safetensors: it is missing)" in caplog.text
-        assert "model.safetensors: its bytes have changed" in caplog.text
+        said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(said) == 2
+        assert "checkpoint_3 was passed over (model.safetensors: it is missing)" in said[0]
+        assert said[1].startswith(f"Loading {folder / 'checkpoint_1'}: checkpoint_1 is the newest valid checkpoint")
+        assert "checkpoint_3 was passed over (model.safetensors: it is missing)" in said[1]
+        assert "checkpoint_2 was passed over (model.safetensors: its bytes have changed" in said[1]
+
+    @pytest.mark.parametrize("is_cut", [True, False])
+    def test_without_a_valid_one_no_run_starts_over_unnoticed(self, tmp_path: Path, is_cut: bool) -> None:
+        accelerator = self.project(tmp_path)
+        accelerator.prepare(torch.nn.Linear(2, 1))
+        assert accelerator.resume() is False
+        accelerator.save_state()
+        weights = tmp_path / "checkpoints" / "checkpoint_0" / "model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content[:-3] if is_cut else content[:-3] + b"new")
+        with pytest.raises(CheckpointError, match=r"checkpoint_0 was passed over \(model\.safetensors: it"):
+            accelerator.resume()
 
     def test_without_a_valid_one_nothing_is_loaded(self, tmp_path: Path) -> None:
         accelerator = self.project(tmp_path)
