@@ -92,6 +92,8 @@ class Run:
         left += [str(file.relative_to(self.folder)) for file in self.folder.rglob(".*")]
         if left:
             raise SoakFailure(f"the {self.name} run left files behind: {left}")
+        if len(self.killed) != self.kills:
+            raise SoakFailure(f"the {self.name} run was killed {len(self.killed)} times instead of {self.kills}")
         result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
         return result
 

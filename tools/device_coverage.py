@@ -1,4 +1,4 @@
-"""Report what runs on an accelerator: the lines that tests on the toy device reach, and the functions that no test runs.
+"""Report what runs on an accelerator: the lines that tests on the toy device reach, and the code that no test runs, by name.
 
 It reads two reports of `coverage json`: of the tests on the device alone, and of all tests.
 """
@@ -24,12 +24,14 @@ class Region:
     Args:
         path: Place in the package.
         function: The name of the function with those of the classes around it; "" for the whole file.
+        silent: The numbers of the lines that did not run.
     """
 
     path: str
     function: str
     num_lines: int
     num_run: int
+    silent: tuple[int, ...]
 
     @property
     def folder(self) -> str:
@@ -51,20 +53,21 @@ def file_regions(report: Mapping[str, Any], folders: Iterable[str] = FOLDERS) ->
     return [region for path, entry in files(report, folders) if (region := _region(path, "", entry)).num_lines]
 
 
-def functions_never_run(report: Mapping[str, Any], folders: Iterable[str] = FOLDERS) -> list[Region]:
-    """Return the functions of which no line ran."""
+def functions_not_run(report: Mapping[str, Any], folders: Iterable[str] = FOLDERS) -> list[Region]:
+    """Return the functions of which some lines, or all, did not run."""
     found = (
         _region(path, name, function)
         for path, entry in files(report, folders)
         for name, function in sorted(entry["functions"].items(), key=lambda item: item[1].get("start_line", 0))
         if name  # the lines outside of functions run at import
     )
-    return [region for region in found if region.num_lines and not region.num_run]
+    return [region for region in found if region.silent]
 
 
 def _region(path: str, function: str, entry: Mapping[str, Any]) -> Region:
     summary = entry["summary"]
-    return Region(path, function, summary["num_statements"], summary["covered_lines"])
+    lines = tuple(entry["missing_lines"])
+    return Region(path, function, summary["num_statements"], summary["covered_lines"], lines)
 
 
 def render(device: Mapping[str, Any], every: Mapping[str, Any], folders: Sequence[str] = FOLDERS) -> str:
@@ -79,10 +82,25 @@ def render(device: Mapping[str, Any], every: Mapping[str, Any], folders: Sequenc
     for folder in folders:
         parts = [region for region in measured if region.folder == folder]
         lines += [_line(f"{folder}/", parts), *(f"  {_line(region.path, [region])}" for region in parts)]
-    silent = functions_never_run(every, folders)
-    lines += ["", f"Functions that no test runs: {len(silent) or 'none'}"]
-    lines += [f"  {region.path}: {region.function} ({region.num_lines} lines)" for region in silent]
+    found = functions_not_run(every, folders)
+    never = [region for region in found if not region.num_run]
+    lines += ["", f"Functions that no test runs: {len(never) or 'none'}"]
+    lines += [f"  {region.path}: {region.function} ({region.num_lines} lines)" for region in never]
+    partly = [region for region in found if region.num_run]
+    lines += ["", f"Functions with lines that no test runs: {len(partly) or 'none'}"]
+    lines += [f"  {region.path}: {region.function}, line {ranges(region.silent)}" for region in partly]
     return "\n".join(lines)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return growing numbers with neighbours together: "3-5, 9"."""
+    groups: list[list[int]] = []
+    for number in numbers:
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
 def _line(name: str, regions: Sequence[Region]) -> str:

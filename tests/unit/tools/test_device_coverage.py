@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.device_coverage import Region, file_regions, functions_never_run, main
+from tools.device_coverage import Region, file_regions, functions_not_run, main, ranges
 
 MODULE = '''
 """A module."""
@@ -21,7 +21,10 @@ def runs_always():
     return CONSTANT
 
 
-def runs_on_the_device():
+def runs_on_the_device(is_large=False):
+    if is_large:
+        second = 2
+        return second
     return 2
 
 
@@ -67,11 +70,17 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_functions_that_nothing_runs_are_named(reports: tuple[Path, Path]) -> None:
     device, every = (json.loads(path.read_text()) for path in reports)
-    never = Region("devices/base.py", "Backend.runs_never", 2, 0)
-    assert [region for region in functions_never_run(every) if region.function != "Backend.has_no_body"] == [never]
-    names = [region.function for region in functions_never_run(device)]
-    assert names[:2] == ["runs_always", "Backend.runs_never"]
-    assert functions_never_run(every, ["precision"]) == []
+    partly = Region("devices/base.py", "runs_on_the_device", 4, 2, (13, 14))
+    never = Region("devices/base.py", "Backend.runs_never", 2, 0, (20, 21))
+    assert [found for found in functions_not_run(every) if found.function != "Backend.has_no_body"] == [partly, never]
+    names = [region.function for region in functions_not_run(device)]
+    assert names[:3] == ["runs_always", "runs_on_the_device", "Backend.runs_never"]
+    assert functions_not_run(every, ["precision"]) == []
+
+
+def test_lines_beside_each_other_are_told_together() -> None:
+    assert ranges([3, 4, 5, 9, 11, 12]) == "3-5, 9, 11-12"
+    assert ranges([]) == ""
 
 
 def test_lines_of_files_are_counted(reports: tuple[Path, Path]) -> None:
@@ -87,4 +96,5 @@ def test_the_report_is_printed(reports: tuple[Path, Path], capsys: pytest.Captur
     assert lines[1].startswith("devices/ ")
     assert lines[2].startswith("  devices/base.py ")
     assert "  devices/base.py: Backend.runs_never (2 lines)" in lines
+    assert "  devices/base.py: runs_on_the_device, line 13-14" in lines
     assert not any("other" in line for line in lines)
