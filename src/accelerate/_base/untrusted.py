@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -18,6 +19,10 @@ _MOST_SHOWN = 200
 _LARGEST = 2**63 - 1
 _MOST_AXES = 64
 MOST_LEVELS = 100
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 4
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 20
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 2 * _MOST_SHOWN
 
 
 def path_inside(folder: Path, name: object, origin: str) -> Path:
@@ -155,7 +160,7 @@ def is_shape(value: object) -> bool:
 def shown(value: object) -> str:
     """Return a value as a message shows it: not longer than a reader likes, whatever it is."""
     try:
-        text = repr(value)
+        text = _SHORT.repr(value)
     except (ValueError, RecursionError):  # a number of too many digits, or lists in lists in lists
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

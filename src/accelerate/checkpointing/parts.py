@@ -22,7 +22,6 @@ from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
 from accelerate.checkpointing.sharded import ShardFolder, is_sharded
 from accelerate.checkpointing.torch_files import allows_pickle, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
-from accelerate.offload.weight_files import check_torch_file
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
 
@@ -157,8 +156,6 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
     keywords: dict[str, Any] = {"map_location": options.map_location, **options.load_kwargs, **overrides}
     keywords["weights_only"] = not options.allows_pickle
     try:
-        if not options.allows_pickle:
-            check_torch_file(path)
         return load_in_threads(path, **keywords)
     except FileNotFoundError as error:
         raise CheckpointError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -19,91 +22,69 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from accelerate._base.errors import CheckpointError
-from accelerate._base.untrusted import first_line, path_inside, read_limited
+from accelerate._base.untrusted import MOST_LEVELS, check_regular, first_line, path_inside, read_limited, shown
 from accelerate.checkpointing.torch_files import load, refusal
+from accelerate.offload.torch_format import Name, Record, RecordUnpickler, Tuple, check_saved, refuse
 
-T = TypeVar("T")
 _MOST_BYTES = 2**31
 """The longest description that is read: some hundred bytes for each part of a tensor on each rank."""
+_MOST_AXES = 64
 _RECORDS = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # Under these names before torch 2.4.
-    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
+    f"{module}.{name}"
+    for module, names in {
+        "torch.distributed.checkpoint.metadata": (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        # Under these names before torch 2.4.
+        "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
+        # Where the writer had the folder, of any system and any Python: it means nothing here.
+        "pathlib": ("PosixPath", "WindowsPath"),
+        "pathlib._local": ("PosixPath", "WindowsPath"),
+        "torch": ("Size",),
+        "torch.serialization": ("_get_layout",),
+        "collections": ("OrderedDict",),
+        "builtins": ("set",),
+    }.items()
+    for name in names
 }
-"""The classes of which a description is made, by module."""
-
-
+"""The classes of which a description is made."""
 # What pickle itself writes for records, texts, numbers, tuples, lists, dictionaries and sets, in protocols 2 to 5.
-_INSTRUCTIONS = "\x80\x95\x93\x94\x8c\x8a\x8f\x90X(.)]}cqrhjtu\x81\x85\x86\x87\x88\x89NbaesRKMJG"
+_INSTRUCTIONS = "\x95\x93\x94\x8c\x90"
 
 
-class _Record:
-    """What a description has in the place of an object of one of torch's classes: its arguments and its state."""
+class _DescriptionUnpickler(RecordUnpickler):
+    """Read a description as records, and refuse everything else."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = {}
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def field(self, name: str, kind: type[T]) -> T:
-        """Return a part of the state."""
-        value = self.state[name] if isinstance(self.state, dict) else None
-        if type(value) is not kind:
-            raise TypeError(f"{name!r} is a {type(value).__name__} instead of a {kind.__name__}")
-        return value
-
-    def is_a(self, name: str) -> bool:
-        """Return whether it stands for an object of a class of this name."""
-        return type(self).__name__ == name
-
-
-class _DescriptionUnpickler(pickle._Unpickler):
-    """Read a description as records, and refuse everything else: no class of torch is touched, and nothing is called.
-
-    The one written in Python: a few bytes make that written in C ask for gigabytes.
-    """
-
-    dispatch: ClassVar = {ord(code): pickle._Unpickler.dispatch[ord(code)] for code in _INSTRUCTIONS}
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
-        plain = {
-            ("torch", "Size"): tuple,
-            ("torch.serialization", "_get_layout"): str,
-            ("collections", "OrderedDict"): dict,
-            ("builtins", "set"): set,
-        }
-        self._known: dict[tuple[str, str], Any] = {**plain}
-        self._known |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-        # Where the writer had the folder: only a text, which means nothing here, of any system and any Python.
-        paths = ((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows"))
-        self._known |= dict.fromkeys(paths, PurePath)
-        # Classes of this reading alone: whatever a file does to them ends with it.
-        self._known |= {
-            (module, name): type(name, (_Record,), {}) for module, names in _RECORDS.items() for name in names
-        }
+    dispatch: ClassVar = {
+        **{ord(code): pickle._Unpickler.dispatch[ord(code)] for code in _INSTRUCTIONS},
+        **RecordUnpickler.dispatch,
+    }
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         """Return what stands for a class."""
-        try:
-            return self._known[module_name, global_name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name}") from None
+        name = super().find_class(module_name, global_name)
+        dtype = getattr(torch, global_name, None) if module_name == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        return name if name in _RECORDS else refuse(name)
+
+    def call(self, name: Name, args: Iterable[Any]) -> Any:
+        """Return what stands for the result of a call: plain values as what they are."""
+        if name == "collections.OrderedDict":
+            return {}
+        return Tuple(*args) if name == "torch.Size" else super().call(name, args)
 
 
 @dataclass(frozen=True)
@@ -128,7 +109,8 @@ def read_description(path: Path) -> Metadata:
         CheckpointError: If it cannot be read, holds something else, or names a file outside of its folder.
     """
     try:
-        return _as_metadata(_DescriptionUnpickler(BytesIO(read_limited(path, _MOST_BYTES))).load())
+        content = read_limited(path, _MOST_BYTES)
+        return _as_metadata(_DescriptionUnpickler(BytesIO(content), len(content)).load())
     except pickle.UnpicklingError as error:
         raise CheckpointError(refusal(path, error)) from error
     except Exception as error:  # whatever broken bytes make of records
@@ -139,15 +121,13 @@ def read_description(path: Path) -> Metadata:
 
 
 def _as_metadata(found: Any) -> Metadata:
-    if not isinstance(found, _Record) or not found.is_a("Metadata"):
+    if not isinstance(found, Record) or not found.is_a("Metadata"):
         raise TypeError(f"it holds a {type(found).__name__}")
     entries = {_text(key): _as_entry(entry) for key, entry in found.field("state_dict_metadata", dict).items()}
     locations = {_as_index(key): _as_location(place) for key, place in found.field("storage_data", dict).items()}
     paths = found.state.get("planner_data")
     if paths is not None:
-        paths = {
-            _text(key): tuple(_key(part) for part in path) for key, path in found.field("planner_data", dict).items()
-        }
+        paths = {_text(key): _as_path(path) for key, path in found.field("planner_data", dict).items()}
     return Metadata(entries, planner_data=paths, storage_data=locations)
 
 
@@ -156,12 +136,23 @@ def _as_entry(entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         return BytesStorageMetadata()
     dtype, *_ = entry.state["properties"].state
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is {dtype!r}")
-    chunks = [
-        ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
-        for chunk in entry.field("chunks", list)
-    ]
-    return TensorStorageMetadata(TensorProperties(dtype), _size(entry.state["size"]), chunks)
+        raise TypeError(f"a dtype is {shown(dtype)}")
+    size, chunks = _size(entry.state["size"]), []
+    for part in entry.field("chunks", list):
+        chunk = ChunkStorageMetadata(_size(part.state["offsets"]), _size(part.state["sizes"]))
+        ends = (offset + length for offset, length in zip(chunk.offsets, chunk.sizes, strict=True))
+        if any(end > length for end, length in zip(ends, size, strict=True)):
+            raise ValueError("a part of a tensor lies outside of it")
+        chunks.append(chunk)
+    if sum(chunk.sizes.numel() for chunk in chunks) < size.numel():
+        raise ValueError(f"parts of a tensor of size {list(size)} are missing")
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _as_path(path: Any) -> tuple[str | int, ...]:
+    if not isinstance(path, tuple) or not 0 < len(path) <= MOST_LEVELS:
+        raise ValueError("the place of an entry is no path")
+    return tuple(part if type(part) is int else _text(part) for part in path)
 
 
 def _as_index(key: Any) -> MetadataIndex:
@@ -179,14 +170,14 @@ def _as_location(place: Any) -> ShardLocation:
 
 
 def _size(value: Any) -> torch.Size:
-    if not isinstance(value, tuple):
-        raise TypeError(f"a size is {value!r}")
+    if not isinstance(value, tuple) or len(value) > _MOST_AXES:
+        raise TypeError(f"a size is {shown(value)}")
     return torch.Size(map(_count, value))
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{shown(value)} is no size")
     return value
 
 
@@ -196,24 +187,55 @@ def _text(value: Any) -> str:
     return value
 
 
-def _key(value: Any) -> str | int:
-    return value if type(value) is int else _text(value)
-
-
 class ShardReader(FileSystemReader):
     """Read a folder of which nobody knows who wrote it.
 
     Args:
         description: What is in it.
+        is_trusted: Somebody asked for it by name that files may do what they like.
     """
 
-    def __init__(self, path: Path, description: Metadata) -> None:
+    def __init__(self, path: Path, description: Metadata, *, is_trusted: bool) -> None:
         super().__init__(path)
+        self.folder = path
         self.description = description
+        self.is_trusted = is_trusted
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the description of the folder."""
         return self.description
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, if torch can do so without harm.
+
+        Raises:
+            CheckpointError: If an entry would take all time or memory to read, or run code.
+        """
+        if not self.is_trusted:
+            places = (self.description.storage_data[item.storage_index] for item in plan.items)
+            for name, group in groupby(sorted(places, key=_order), key=lambda place: place.relative_path):
+                self._check(self.folder / name, group)
+        return super().read_data(plan, planner)
+
+    def _check(self, path: Path, places: Iterable[ShardLocation]) -> None:
+        try:
+            if not check_regular(path).st_size:
+                raise EOFError("it is empty")
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                for place in places:
+                    with memoryview(mapped)[place.offset : place.offset + place.length] as content:
+                        check_saved(content)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(refusal(path, error)) from error
+        except Exception as error:  # whatever broken bytes make the readers of archives and pickles raise
+            raise CheckpointError(
+                f"{str(path)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. "
+                "Use another checkpoint."
+            ) from error
+
+
+def _order(place: ShardLocation) -> tuple[str, int]:
+    return place.relative_path, place.offset
 
 
 class ShardPlanner(DefaultLoadPlanner):

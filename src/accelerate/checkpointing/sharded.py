@@ -16,6 +16,7 @@ import torch
 
 from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.untrusted import shown
 from accelerate.checkpointing import torch_files
 from accelerate.offload.safetensors_format import write_safetensors
 from accelerate.runtime import current
@@ -77,7 +78,7 @@ class ShardFolder:
 
         from accelerate.checkpointing.shard_reader import ShardPlanner, ShardReader
 
-        reader = ShardReader(self.path, self.metadata)
+        reader = ShardReader(self.path, self.metadata, is_trusted=self.allows_pickle)
         kind = DefaultLoadPlanner if self.allows_pickle else ShardPlanner
         planner = kind(flatten_state_dict=not flat, flatten_sharded_tensors=not flat)
         try:
@@ -109,7 +110,8 @@ class ShardFolder:
                 entry = self.metadata.state_dict_metadata[key]
                 state[key] = None
                 if isinstance(entry, TensorStorageMetadata):
-                    state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+                    # Of parts that overlap, some are missing: what was in memory before is nobody's business.
+                    state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         except RuntimeError as error:
             raise CheckpointError(
                 f"The tensors in {str(self.path)!r} have no room in the memory here ({str(error).splitlines()[0]}). Load "
@@ -155,18 +157,27 @@ def written_by_torch() -> Iterator[None]:
 
 
 def unflatten(paths: Mapping[str, tuple[Any, ...]], flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return entries in the structure that their paths describe, counted ones as lists."""
+    """Return entries in the structure that their paths describe, counted ones as lists.
+
+    Raises:
+        CheckpointError: If one entry has the place of another.
+    """
     tree: dict[str, Any] = {}
     for key, value in flat.items():
-        _put(tree, paths[key], value)
+        if not _put(tree, paths[key], value):
+            raise CheckpointError(f"The entry {shown(key)} has the place of another one. Use another checkpoint.")
     listed: dict[str, Any] = _with_lists(tree)
     return listed
 
 
-def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> bool:
+    """Put a value to its place, and return whether that was free."""
     for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
+        inner = tree.setdefault(part, {})
+        if not isinstance(inner, dict):
+            return False
+        tree = inner
+    return path[-1] not in tree and tree.setdefault(path[-1], value) is value
 
 
 def _with_lists(value: Any) -> Any:

@@ -30,6 +30,7 @@ from accelerate._base.errors import WrongTypeError
 from accelerate._base.helpers import log_once
 from accelerate.config import env
 from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors, identity_in_memory
+from accelerate.offload.torch_format import check_torch_file
 from accelerate.runtime import current
 
 _LOG = logging.getLogger(__name__)
@@ -127,8 +128,13 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
     """Read a torch file without running code from it.
 
     `weights_only` is True unless the caller says otherwise; numpy arrays, as in a saved random state, are accepted.
+
+    Raises:
+        pickle.UnpicklingError: If it holds what only code could read, or what would take all time or memory to read.
     """
     kwargs.setdefault("weights_only", True)
+    if kwargs["weights_only"]:
+        check_torch_file(Path(f) if isinstance(f, str | PathLike) else f)
     with trust(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # what it cannot read is an error anyway
         return torch.load(f, map_location=map_location, **kwargs)
@@ -273,12 +279,15 @@ def _copy_mapped(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch.empty(0, dtype=torch.uint8).set_(storage).clone().untyped_storage()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, list | tuple | set):
-        for entry in value:
-            yield from _tensors(entry)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in dictionaries, lists, tuples and sets, each once."""
+    found: dict[int, torch.Tensor] = {}
+    pending, seen = [value], set[int]()
+    while pending:
+        entry = pending.pop()
+        if isinstance(entry, torch.Tensor):
+            found[id(entry)] = entry
+        elif isinstance(entry, dict | list | tuple | set) and id(entry) not in seen:
+            seen.add(id(entry))
+            pending += entry.values() if isinstance(entry, dict) else entry
+    return list(found.values())

@@ -5,19 +5,16 @@ This module is imported where torch is not.
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import (
     can_be_path,
-    check_regular,
     first_line,
     is_shape,
     is_whole,
@@ -26,13 +23,10 @@ from accelerate._base.untrusted import (
     read_limited,
     shown,
 )
+from accelerate.offload.torch_format import check_torch_file
 
 INDEX_SUFFIX = ".index.json"
 _OFFLOAD_INDEX = "index.json"
-# Of a class in a pickle.
-_LONGEST_NAME = 1000
-# Mark, version, system, objects, and the order of their storages.
-_PICKLES_OF_OLD_FILES = 5
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 # What the Trainer and other programs put beside weights.
 _OTHER_FILES = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt"})
@@ -121,54 +115,6 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
             "not such a file. Save or download it again, or give a file with a dictionary of tensors, or one in the "
             "safetensors format."
         ) from error
-
-
-def check_torch_file(path: Path) -> bool:
-    """Refuse a file that `torch.load` would wait for, or take all time or memory for; return whether it is an archive.
-
-    Raises:
-        ConfigurationError: If it is no file, or packed.
-        Exception: Whatever broken bytes make the readers of archives and pickles raise.
-    """
-    check_regular(path)
-    is_archive = zipfile.is_zipfile(path)
-    (_check_archive if is_archive else _check_old_file)(path)
-    return is_archive
-
-
-def _check_archive(path: Path) -> None:
-    """Refuse an archive that is packed, which may be many times as large in memory: torch packs none."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise ConfigurationError(
-                    f"{str(path)!r} is a packed archive ({shown(entry.filename)}), and torch saves weights as they are. "
-                    "Unpack it, or save it again."
-                )
-            if entry.filename.endswith("data.pkl"):
-                content = archive.read(entry)
-                # A name ends with its line; what is quickly seen to have none needs no second look.
-                if any(len(line) > _LONGEST_NAME // 2 for line in content.split(b"\n")[:-1]):
-                    _check_names(io.BytesIO(content))
-
-
-def _check_old_file(path: Path) -> None:
-    """Look at the pickles with which a file of torch before 1.6 begins."""
-    with path.open("rb") as file:
-        for _ in range(_PICKLES_OF_OLD_FILES):
-            _check_names(file)
-
-
-def _check_names(file: IO[bytes]) -> None:
-    """Refuse a pickle that names a class or a function by a very long name.
-
-    torch 2.13 searches its own message about such a name for words, in a time that grows with the square of its length.
-    """
-    import pickletools
-
-    for operation, argument, _ in pickletools.genops(file):
-        if operation.name == "GLOBAL" and len(str(argument)) > _LONGEST_NAME:
-            raise ValueError(f"it names the class {shown(argument)}")
 
 
 def read_json(path: Path, expected: str = "a JSON object") -> dict[str, Any]:
