@@ -10,7 +10,7 @@ import struct
 import tempfile
 import warnings
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -336,19 +336,27 @@ class _Runs:
 
 @cache
 def _pickles() -> list[bytes]:
+    import numpy
     import torch
 
-    saved = io.BytesIO()
-    torch.save(OrderedDict(a=torch.arange(6.0), b=torch.ones(2, 2)[0], c=3, d=[1, {"e": None}]), saved)
-    with zipfile.ZipFile(saved) as file:
-        usual = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
+    usual = []
+    arrays = [numpy.arange(3), numpy.zeros(2, "S3"), numpy.float64(1), numpy.zeros(1, "M8[s]")]
+    for saving in (
+        OrderedDict(a=torch.arange(6.0), b=torch.ones(2, 2)[0], c=3, d=[1, {"e": None}]),
+        {"a": arrays, "b": {1, (2, "x")}, "c": bytearray(b"x"), "d": Counter("ab")},
+        {"a": torch.eye(2).to_sparse(), "b": torch.ones(3).to(torch.float8_e4m3fn), "c": torch.nn.Linear(1, 1).weight},
+    ):
+        saved = io.BytesIO()
+        torch.save(saving, saved)
+        with zipfile.ZipFile(saved) as file:
+            usual.append(file.read(next(name for name in file.namelist() if name.endswith("data.pkl"))))
     cycle: dict[str, Any] = {}
     cycle["model"] = cycle
     nested: Any = 1
     for _ in range(300):
         nested = [nested]
     values = [cycle, nested, {"state_dict": {}}, [1], {1: 2}, {"a": "b"}, _Runs(), {"a": _Runs()}, bytearray(3), None]
-    return [usual, *(pickle.dumps(value, 2) for value in values), b"]" * 500 + b"."]
+    return [*usual, *(pickle.dumps(value, 2) for value in values), b"]" * 500 + b"."]
 
 
 @cache
@@ -389,19 +397,24 @@ MANIFESTS = [
 
 
 @cache
-def _descriptions() -> list[bytes]:
-    """What torch writes about shards: of tensors and values, of nothing at all; and one that runs code."""
+def saved_shards(is_empty: bool = False) -> tuple[bytes, bytes]:
+    """What torch writes about shards, and the shards."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    found = []
-    for state in ({"model": {"a": torch.ones(2, 3), "b": 5}, "list": [torch.ones(1), "x"]}, {}):
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            save(state, storage_writer=FileSystemWriter(folder))
-            found.append((Path(folder) / ".metadata").read_bytes())
-    return [*found, pickle.dumps(_Runs())]
+    state = {} if is_empty else {"model": {"a": torch.ones(2, 3), "b": 5}, "list": [torch.ones(1), "x"]}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(state, storage_writer=FileSystemWriter(folder))
+        shards = Path(folder) / "__0_0.distcp"
+        return (Path(folder) / ".metadata").read_bytes(), b"" if is_empty else shards.read_bytes()
+
+
+@cache
+def _descriptions() -> list[bytes]:
+    """What torch writes about shards: of tensors and values, of nothing at all; and one that runs code."""
+    return [saved_shards()[0], saved_shards(is_empty=True)[0], pickle.dumps(_Runs())]
 
 
 def two_of(one: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
@@ -444,6 +457,7 @@ INPUTS: dict[str, Callable[[], st.SearchStrategy[bytes]]] = {
     "manifest": lambda: json_of(*MANIFESTS),
     "pending_manifest": lambda: two_of(json_of(*MANIFESTS)),
     "progress": lambda: json_of({"epoch": 1, "step": 2, "samples": 3}),
+    "shard_file": lambda: damaged(st.deferred(lambda: st.just(saved_shards()[1]))),
     "shard_description": lambda: damaged(st.sampled_from(_descriptions())),
     "indexed_data": lambda: damaged(indexes_of_data()),
 }

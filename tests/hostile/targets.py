@@ -411,6 +411,18 @@ def shard_description(data: bytes, folder: Path) -> None:
     ShardFolder(shards).read_whole()
 
 
+def shard_file(data: bytes, folder: Path) -> None:
+    """Read shards that a description names, which is right."""
+    from tests.hostile.inputs import saved_shards
+
+    from accelerate.checkpointing.sharded import ShardFolder
+
+    shards = empty(folder / "shards")
+    (shards / ".metadata").write_bytes(saved_shards()[0])
+    (shards / "__0_0.distcp").write_bytes(data)
+    ShardFolder(shards).read_whole()
+
+
 def indexed_data(data: bytes, folder: Path) -> None:
     """Read the index of Megatron's data; one that is right is read to its end."""
     import numpy
@@ -450,6 +462,7 @@ TARGETS: dict[str, Target] = {
         pending_manifest,
         progress,
         shard_description,
+        shard_file,
         indexed_data,
     )
 }

@@ -28,7 +28,8 @@ from torch.futures import Future
 from accelerate._base.errors import CheckpointError
 from accelerate._base.untrusted import MOST_LEVELS, check_regular, first_line, path_inside, read_limited, shown
 from accelerate.checkpointing.torch_files import load, refusal
-from accelerate.offload.torch_format import Name, Record, RecordUnpickler, Tuple, check_saved, refuse
+from accelerate.offload.pickle_records import Name, Record, RecordUnpickler, Tuple, refuse
+from accelerate.offload.torch_format import check_saved, sparse_checked
 
 _MOST_BYTES = 2**31
 """The longest description that is read: some hundred bytes for each part of a tensor on each rank."""
@@ -215,7 +216,8 @@ class ShardReader(FileSystemReader):
             places = (self.description.storage_data[item.storage_index] for item in plan.items)
             for name, group in groupby(sorted(places, key=_order), key=lambda place: place.relative_path):
                 self._check(self.folder / name, group)
-        return super().read_data(plan, planner)
+        with sparse_checked():
+            return super().read_data(plan, planner)
 
     def _check(self, path: Path, places: Iterable[ShardLocation]) -> None:
         try:

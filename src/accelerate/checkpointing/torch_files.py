@@ -30,7 +30,7 @@ from accelerate._base.errors import WrongTypeError
 from accelerate._base.helpers import log_once
 from accelerate.config import env
 from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors, identity_in_memory
-from accelerate.offload.torch_format import check_torch_file
+from accelerate.offload.torch_format import check_torch_file, sparse_checked
 from accelerate.runtime import current
 
 _LOG = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
     kwargs.setdefault("weights_only", True)
     if kwargs["weights_only"]:
         check_torch_file(Path(f) if isinstance(f, str | PathLike) else f)
-    with trust(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
+    with trust(TORCH_SAFE_GLOBALS), sparse_checked(map_location), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # what it cannot read is an error anyway
         return torch.load(f, map_location=map_location, **kwargs)
 

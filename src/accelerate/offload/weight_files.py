@@ -23,7 +23,7 @@ from accelerate._base.untrusted import (
     read_limited,
     shown,
 )
-from accelerate.offload.torch_format import check_torch_file
+from accelerate.offload.torch_format import check_torch_file, sparse_checked
 
 INDEX_SUFFIX = ".index.json"
 _OFFLOAD_INDEX = "index.json"
@@ -106,7 +106,8 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
     try:
         # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
         mapped = check_torch_file(path)
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped), mapped
+        with sparse_checked(map_location):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped), mapped
     except ConfigurationError:
         raise
     except Exception as error:  # whatever torch's readers, and those below them, make of broken bytes
