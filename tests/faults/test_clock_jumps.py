@@ -16,7 +16,7 @@ from accelerate.checkpointing.catalog import catalog, newest_valid
 
 pytestmark = pytest.mark.multiprocess
 
-STEPS = 20_000  # of each rank, if nobody stops them: far more than the ranks need to agree on a stop
+STEPS = 5_000  # of each rank, if nobody stops them: far more than the ranks need to agree on a stop
 
 # The clock of the wall, and no other, is ahead by as many seconds as a file says, which all processes have mapped.
 CLOCK = r"""
