@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.support.disks import contents, fill_up, flip, mounted, read_only, remove, truncate
 from tests.support.processes import run_group
+from tests.support.stopping import until
 from tests.support.training import fresh_accelerator
 from torch.utils.data import DataLoader
 
@@ -95,6 +96,26 @@ def test_a_disk_that_fills_up_in_the_middle_names_the_file(tmp_path: Path) -> No
             run[0].save_state()
         assert contents(disk) == before
         assert train(*run) == 3
+
+
+def test_a_save_behind_training_that_fails_is_logged_at_once_and_raised_by_what_comes_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "disk", "size=300k") as disk:
+        run = make_run(disk / "project")
+        accelerator = run[0]
+        train(*run)
+        accelerator.save_state()
+        before = contents(disk)
+        following = (accelerator.save_state, accelerator.wait_for_save, accelerator.end_training)
+        for number, follows in enumerate(following, start=1):
+            train(*run)
+            accelerator.save_state(blocking=False)
+            until(lambda number=number: caplog.text.count("No space left on device") == number)
+            with pytest.raises(CheckpointError, match=r"No space left on device.*(model\.safetensors|optimizer\.bin)"):
+                follows()
+            assert contents(disk) == before
+        assert accelerator.progress.step == 4
 
 
 def test_a_folder_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:

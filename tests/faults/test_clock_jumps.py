@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from tests.support.launching import launch
 
+from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate.checkpointing.catalog import catalog, newest_valid
 
 pytestmark = pytest.mark.multiprocess
+
+STEPS = 5_000  # of each rank, if nobody stops them: far more than the ranks need to agree on a stop
 
 # The clock of the wall, and no other, is ahead by as many seconds as a file says, which all processes have mapped.
 CLOCK = r"""
@@ -73,17 +76,18 @@ named = Accelerator(project_dir=str(here / "named"))
 rank = accelerator.process_index
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-loader = DataLoader(torch.arange(64.0).reshape(64, 1), batch_size=2, shuffle=True, num_workers=1)
+loader = DataLoader(torch.zeros(4 * int(sys.argv[2]), 1), batch_size=2, shuffle=True, num_workers=1)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 named.prepare(torch.nn.Linear(1, 1))
 jumps = [400 * 86400, -800 * 86400, 3600, -60, 0, 7 * 86400]
-found = {"moments": [], "kept": []}
+found = {"moments": [], "kept": [], "was stopped": False}
 assert not accelerator.should_stop
 for step, batch in enumerate(loader):
     accelerator.backward(model(batch).square().mean())
     optimizer.step()
     optimizer.zero_grad()
     if accelerator.should_stop:
+        found["was stopped"] = True
         break
     if step < len(jumps):
         accelerator.wait_for_everyone()
@@ -104,6 +108,8 @@ found["stopped"] = accelerator.progress.step
 accelerator.load_state()
 found["loaded"] = accelerator.progress.step
 (here / f"found-{rank}").write_text(json.dumps(found))
+if found["was stopped"]:
+    accelerator.exit_for_restart()
 accelerator.end_training()
 """
 
@@ -124,8 +130,9 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_a_run_whose_clock_jumps_saves_finds_and_stops_as_ever(tmp_path: Path, clock: dict[str, str]) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    done = launch("--cpu", "--num_processes", "2", str(tmp_path / "train.py"), str(tmp_path), env=clock)
-    assert done.returncode == 0, done.stderr
+    words = (str(tmp_path / "train.py"), str(tmp_path), str(STEPS))
+    done = launch("--cpu", "--num_processes", "2", *words, env=clock)
+    assert done.returncode == PREEMPTED_EXIT_CODE, done.stderr
     first, second = (json.loads((tmp_path / f"found-{rank}").read_text()) for rank in (0, 1))
     moments = first["moments"]
     assert [later - earlier > 0 for earlier, later in pairwise(moments)].count(False) == 2
@@ -134,7 +141,10 @@ def test_a_run_whose_clock_jumps_saves_finds_and_stops_as_ever(tmp_path: Path, c
     assert first["kept"] == [names[max(0, count - 2) : count] for count in range(1, len(names) + 1)]
     # The newest is taken, also where names say nothing of their order.
     assert first["loaded"] == second["loaded"] == len(moments)
-    assert first["stopped"] == second["stopped"] > len(moments)
+    # The signal that one rank got stops both, at one step, long before they are through.
+    assert first["was stopped"]
+    assert second["was stopped"]
+    assert len(moments) < first["stopped"] == second["stopped"] < STEPS
     assert [info.name for info in catalog(tmp_path / "named")] == list("zyxwvu")
     choice = newest_valid(tmp_path / "named").value
     assert choice is not None

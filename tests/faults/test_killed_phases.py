@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ PHASES: dict[str, tuple[int, Any, str]] = {
 """Phase -> (the rank that is killed when it gets there, the owner of what it calls there, its name)."""
 EARLY = {"launch: nothing was made": 1, "launch: the group is there": 0}
 PUBLISHED = ("save: the checkpoint is there", "save: older ones are removed")
+CASES = [
+    *((phase, True) for phase in (*EARLY, *PHASES)),
+    *((phase, False) for phase in PHASES if phase.startswith("save")),
+]
+"""(phase, whether the save is blocking)"""
 
 
 def make_run(project: str) -> tuple[Accelerator, Callable[[], None]]:
@@ -98,15 +104,15 @@ def load_and_save(project: str) -> tuple[int, str]:
     return loaded, name
 
 
-@pytest.mark.parametrize("phase", [*EARLY, *PHASES])
-def test_a_rank_is_killed(phase: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("phase", "blocking"), CASES)
+def test_a_rank_is_killed(phase: str, blocking: bool, tmp_path: Path) -> None:
     project = str(tmp_path)
     run_group(save_once, 2, project)
     victim = EARLY[phase] if phase in EARLY else PHASES[phase][0]
     with pytest.raises(ProcessFailedError) as caught:
-        notebook_launcher(go_on, (project, phase, len(phase) % 2 == 0), num_processes=2)
+        notebook_launcher(go_on, (project, phase, blocking), num_processes=2)
     text = str(caught.value)
-    assert f"rank {victim} of 2 failed" in text
+    assert f"rank {victim} of 2 failed on {socket.gethostname()} " in text
     assert "SIGKILL" in text
     found = newest_valid(project).value
     assert found is not None
@@ -121,29 +127,49 @@ def test_a_rank_is_killed(phase: str, tmp_path: Path) -> None:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def save_with(name: str, project: str, dies: bool) -> int:
-    """Train a step under an engine and save; rank 1 is killed when it has written its files."""
+ENGINE_PHASES: dict[str, tuple[Any, str]] = {
+    "prepare": (Strategy, "prepare_model"),
+    "load": (state, "_agree_to_load"),
+    "save": (state.StagedSave, "_write"),
+}
+"""Phase -> (the owner of what rank 1 has done when it is killed there, its name)."""
+
+
+def die_after(owner: Any, name: str) -> None:
+    """Let this process be killed when it has done something."""
+    plain = getattr(owner, name)
+    patch.object(owner, name, lambda *args, **kwargs: (plain(*args, **kwargs), die())).start()
+
+
+def save_with(name: str, project: str, phase: str | None) -> int:
+    """Train a step under an engine and save; rank 1 is killed on the way."""
+    if phase is not None and os.environ["RANK"] == "1":
+        die_after(*ENGINE_PHASES[phase])
     configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=1)
     accelerator, step = ENGINES[name][0](configuration)
     if list(Path(project).glob("checkpoints/*")):
         accelerator.load_state()
     loaded = accelerator.progress.step
     step()
-    if dies and accelerator.process_index == 1:
-        write = state.StagedSave._write
-        patch.object(state.StagedSave, "_write", lambda self: (write(self), die())).start()
     accelerator.save_state()
     accelerator.end_training()
     return loaded
 
 
-@pytest.mark.parametrize("name", ["zero 3", "megatron"])
-def test_a_rank_of_an_engine_is_killed_when_it_has_written(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [("fsdp2", ("prepare", "load", "save")), ("zero 3", ("load", "save")), ("megatron", ("save",))],
+)
+def test_a_rank_of_an_engine_is_killed(name: str, phases: tuple[str, ...], tmp_path: Path) -> None:
     require_package_of(name)
     project = str(tmp_path)
-    run_group(save_with, 2, name, project, False)
-    with pytest.raises(ProcessFailedError, match=r"rank 1 of 2 failed on .*SIGKILL"):
-        notebook_launcher(save_with, (name, project, True), num_processes=2)
-    assert run_group(save_with, 2, name, project, False) == [1, 1]
+    run_group(save_with, 2, name, project, None)
+    for phase in phases:
+        with pytest.raises(ProcessFailedError, match=r"rank 1 of 2 failed on .*SIGKILL"):
+            notebook_launcher(save_with, (name, project, phase), num_processes=2)
+        found = newest_valid(project).value
+        assert found is not None
+        assert (found.name, found.step) == ("checkpoint_0", 1), phase
+    assert run_group(save_with, 2, name, project, None) == [1, 1]
     assert [path.name for path in tmp_path.glob("checkpoints/*")] == ["checkpoint_1"]
     assert {path.name for path in tmp_path.rglob(".*")} <= {".metadata"}

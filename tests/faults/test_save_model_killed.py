@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, load_checkpoint_in_model
+from accelerate._base.errors import ConfigurationError
 
 SHARD = 100  # bytes: one of the three weights below
 WAYS = {"one file": (True, "10GB"), "shards": (True, SHARD), "fewer shards": (True, 210), "torch files": (False, SHARD)}
+INDEX_OF = {True: "model.safetensors.index.json", False: "pytorch_model.bin.index.json"}
 STEPS = 60  # more than any of the saves below takes
 
 
@@ -65,7 +67,7 @@ def _counted(function: object, left: Iterator[int]) -> object:
 
 
 def value_in(folder: Path) -> float:
-    """Return the value that all weights of a folder have; a mix fails."""
+    """Return the value that all weights of a folder, or of an index, have; a mix fails."""
     model = network(-1.0)
     load_checkpoint_in_model(model, folder, strict=True)
     (value,) = torch.unique(torch.cat([parameter.flatten() for parameter in model.parameters()])).tolist()
@@ -80,9 +82,15 @@ def test_killed_at_every_step(tmp_path: Path, before: str, after: str) -> None:
         folder = tmp_path / str(steps)
         save(1.0, folder, before)
         killed = save_and_be_killed(2.0, folder, after, steps)
-        if _indices(folder) == 2:
+        indices = _indices(folder)
+        if len(indices) == 2:
             # Both formats are there, each whole; the loader asks which one is meant instead of guessing.
-            assert {before, after} <= {"shards", "fewer shards", "torch files"}
+            with pytest.raises(ConfigurationError, match=r"holds 2 index files.*Give the path of the file or index"):
+                value_in(folder)
+            assert {index: value_in(folder / index) for index in indices} == {
+                INDEX_OF[WAYS[before][0]]: 1.0,
+                INDEX_OF[WAYS[after][0]]: 2.0,
+            }
         else:
             outcomes.append(value_in(folder))
         if not killed:
@@ -97,9 +105,9 @@ def test_killed_at_every_step(tmp_path: Path, before: str, after: str) -> None:
     assert set(outcomes) == {1.0, 2.0}
 
 
-def _indices(folder: Path) -> int:
+def _indices(folder: Path) -> list[str]:
     single = any((folder / name).exists() for name in ("model.safetensors", "pytorch_model.bin"))
-    return 0 if single else len(list(folder.glob("*.index.json")))
+    return [] if single else [path.name for path in folder.glob("*.index.json")]
 
 
 def test_a_second_kill_after_the_first(tmp_path: Path) -> None:

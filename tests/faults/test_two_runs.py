@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import torch
 from tests.support.disks import contents
 from tests.support.processes import run_group, script_environment
 from tests.support.stopping import until
-from tests.support.training import fresh_accelerator
+from tests.support.training import assert_same_weights, copy_weights, fresh_accelerator
 
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate._base.errors import CheckpointError, ConfigurationError
@@ -74,8 +77,11 @@ def second_run(project: str, signs: Signs) -> list[str]:
     accelerator, model = make_run(project)
     with pytest.raises(ConfigurationError) as begun:  # it does not go on from what is there
         accelerator.save_state()
+    weights = copy_weights(model)  # the same as those of the first one
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, -1.0)
     accelerator.load_state()  # reading is free
-    weights = model.state_dict()
+    assert_same_weights(copy_weights(model), weights)
     before = contents(Path(project))
     said = [str(begun.value)]
     for blocking in (True, False):
@@ -94,7 +100,6 @@ def second_run(project: str, signs: Signs) -> list[str]:
     accelerator.load_state()
     accelerator.save_state()
     accelerator.end_training()
-    assert weights
     return said
 
 
@@ -124,7 +129,88 @@ def test_the_second_run_is_refused_and_told_who_is_first(tmp_path: Path) -> None
     assert not list(project.rglob(".*"))
 
 
+def record_and_save(project: str, signs: str) -> list[str]:
+    """Two runs of one process write their logs to one project; the first one saves into it all the while."""
+    number = int(os.environ["RANK"])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True)
+    accelerator = fresh_accelerator(project_config=configuration, log_with="tensorboard", cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.init_trackers("run")
+    between = Signs(signs)
+    if number == 0:
+        accelerator.save_state()
+    accelerator.log({f"loss of {number}": 1.0}, step=0)
+    between.give(accelerator, f"{number} has begun")
+    between.await_sign(f"{1 - number} has begun")
+    accelerator.log({f"loss of {number}": 0.5}, step=1)
+    if number == 0:
+        accelerator.save_state()
+    accelerator.end_training()
+    return [info.name for info in accelerator.checkpoints()]
+
+
+def test_two_runs_write_their_logs_to_one_project_while_one_saves(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    project, signs = tmp_path / "project", tmp_path / "signs"
+    signs.mkdir()
+    saved, _ = run_group(record_and_save, 2, str(project), str(signs))
+    assert saved == ["checkpoint_0", "checkpoint_1"]
+    assert [info.is_valid for info in catalog(project)] == [True, True]
+    recorded = {}
+    for file in project.rglob("events.out.tfevents.*"):
+        events = accumulator(str(file)).Reload()
+        for tag in events.Tags()["scalars"]:
+            recorded[tag] = [entry.value for entry in events.Scalars(tag)]
+    assert recorded == {"loss of 0": [1.0, 0.5], "loss of 1": [1.0, 0.5]}
+    assert not list(project.rglob(".*"))
+
+
+# --- a disk on each machine -------------------------------------------------------------------------------------------
+
+
+def save_on_each_machine(disks: str) -> tuple[int, str]:
+    """Save on two machines of one process each; return this process, and what the save said that was refused."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    disk = Path(disks, rank)
+    configuration = ProjectConfiguration(
+        project_dir=str(disk), automatic_checkpoint_naming=True, save_on_each_node=True
+    )
+    accelerator = fresh_accelerator(project_config=configuration, cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state()
+    held = json.loads((disk / ".checkpoints.accelerate-claim").read_text())
+    assert (held["host"], held["process"]) == (socket.gethostname(), os.getpid())
+
+    # Another run holds the folder on the disk of one machine: the whole run is refused.
+    claims._SECONDS_TO_DIE = 0.2
+    if rank == "0":
+        claims.claim(Path(disks, "1", "state"))
+    accelerator.wait_for_everyone()
+    other = fresh_accelerator(project_config=ProjectConfiguration(save_on_each_node=True), cpu=True)
+    other.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError) as caught:
+        other.save_state(disk / "state")
+    assert not (disk / "state").exists()
+    other.end_training()
+    return os.getpid(), str(caught.value).partition("Rank 1")[2]
+
+
+def test_each_machine_claims_the_folder_on_its_own_disk(tmp_path: Path) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    (holder, said), (_, same) = run_group(save_on_each_machine, 2, str(tmp_path))
+    assert said == same
+    assert f"'{tmp_path}/1/state' is in use: process {holder} on {socket.gethostname()!r}" in said
+    for rank in ("0", "1"):
+        assert [(info.name, info.is_valid) for info in catalog(tmp_path / rank)] == [("checkpoint_0", True)]
+    assert not list(tmp_path.rglob(".*"))
+
+
 # --- another machine --------------------------------------------------------------------------------------------------
+
+SECONDS_TO_ANSWER = 300  # it loads torch, and may wait a minute for a sign of life
 
 ELSEWHERE = """
 import sys
@@ -156,10 +242,19 @@ class OtherMachine:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line.strip())
+        self._lines.put("")  # it has ended
 
     def hear(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        """Return its next line, an empty one if it has ended; a machine that is silent for long fails."""
+        return self._lines.get(timeout=SECONDS_TO_ANSWER)
 
     def save(self, folder: Path) -> str:
         assert self.process.stdin is not None
@@ -174,6 +269,7 @@ class OtherMachine:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._listener.join()
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             stream.close()
@@ -238,6 +334,34 @@ def save_weights(folder: str, rounds: int) -> int:
         except CheckpointError:
             refused += 1
     return refused
+
+
+def save_by_path_and_by_address(folder: str, signs: str) -> None:
+    """One program holds a folder; the other saves into it by its path, and by an address of the same place."""
+    number = os.environ["RANK"]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    claims._SECONDS_TO_DIE = 0.2
+    accelerator, between = fresh_accelerator(cpu=True), Signs(signs)
+    if number == "0":
+        claims.claim(Path(folder))
+        between.give(accelerator, "it is held")
+        between.await_sign("it is through")
+        claims.release()
+        return
+    between.await_sign("it is held")
+    with pytest.raises(CheckpointError, match="is in use"):
+        accelerator.save_model(torch.nn.Linear(2, 2), folder)
+    assert not Path(folder).exists()
+    accelerator.save_model(torch.nn.Linear(2, 2), f"file://{folder}")
+    between.give(accelerator, "it is through")
+
+
+def test_an_address_is_not_protected(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    folder, signs = tmp_path / "weights", tmp_path / "signs"
+    signs.mkdir()
+    run_group(save_by_path_and_by_address, 2, str(folder), str(signs))
+    load_checkpoint_in_model(torch.nn.Linear(2, 2), folder, strict=True)
 
 
 def test_weights_that_two_programs_save_at_once_are_those_of_one(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Pipes and devices where weights and checkpoints are expected: nobody waits for a pipe, or reads a device for ever."""
+"""Pipes, sockets and devices where weights and checkpoints are expected: nobody waits for a pipe, or reads a device for ever."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,19 @@ READERS: list[Callable[[Path], Any]] = [
     lambda path: RawFile(path.with_suffix(".dat"), (0,), torch.float32),
     lambda path: read_json(path.with_suffix(".json")),
 ]
+KINDS = ["pipe", "socket", "device"]
 
 
 def make_special(path: Path, kind: str) -> None:
     if kind == "pipe":
         os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
     else:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("read", READERS)
 def test_no_reader_waits(read: Callable[[Path], Any], kind: str, tmp_path: Path) -> None:
     for suffix in (".safetensors", ".bin", ".dat", ".json"):
@@ -52,7 +56,7 @@ def test_no_reader_waits(read: Callable[[Path], Any], kind: str, tmp_path: Path)
         read(tmp_path / "w")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_shards_and_offloaded_weights_are_files(kind: str, tmp_path: Path) -> None:
     for name in ("shard.safetensors", "a.dat"):
         make_special(tmp_path / name, kind)
@@ -68,7 +72,7 @@ def test_shards_and_offloaded_weights_are_files(kind: str, tmp_path: Path) -> No
                 read()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_is_made_of_files(kind: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "state", {"a": ""})
     (folder / "a").unlink()
@@ -105,3 +109,8 @@ def test_a_sparse_file_is_summed_or_refused_by_its_size(tmp_path: Path) -> None:
     with (tmp_path / "a").open("wb") as file:
         file.truncate(2**20)
     assert FileRecord("a", 2**20, checksum(tmp_path / "a")).problem(tmp_path, checksums=True) is None
+    with (tmp_path / "a").open("wb") as file:
+        file.truncate(2**40)  # to sum it would take hours
+    with limits():
+        problem = FileRecord("a", 2**20, "x").problem(tmp_path, checksums=True)
+    assert problem == FileProblem("a", f"it has {2**40} bytes instead of {2**20}")

@@ -296,7 +296,12 @@ def _make_common_stage(target: Path, claimed: Path, group: RankGroup) -> Path:
             outcome = make_stage(target, claimed)
         except (OSError, CheckpointError) as error:
             outcome = error
-    stage, *_ = group.agree(outcome, target, "begun")
+    try:
+        stage, *_ = group.agree(outcome, target, "begun")
+    except CheckpointError:
+        if isinstance(outcome, Path):  # it was another machine, with a disk of its own, that could not begin
+            discard_stage(outcome)
+        raise
     assert stage is not None  # the first rank of a disk leads
     claims.share(claimed)
     return stage

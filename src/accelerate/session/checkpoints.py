@@ -179,6 +179,11 @@ class RunCheckpoints:
                     "save_state was given no output_dir, and checkpoints are not named automatically. Give a folder, or "
                     "use ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
                 )
+            if "://" in str(output_dir):
+                raise ConfigurationError(
+                    f"save_state was given the address {str(output_dir)!r}, and a checkpoint is put in place by names on a "
+                    "disk. Give a folder, and copy what is in it; save_model() takes addresses."
+                )
             return Path(output_dir).expanduser()
         if self.project.project_dir is None:
             raise ConfigurationError(

@@ -302,6 +302,14 @@ class TestNaming:
         with pytest.raises(ConfigurationError, match="no output_dir"):
             make().save_state()
 
+    def test_an_address_is_refused_and_no_folder_of_its_name_is_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ConfigurationError, match=r"address 's3://bucket/run'"):
+            make().save_state("s3://bucket/run")
+        assert list(tmp_path.iterdir()) == []
+
 
 class TestHooks:
     def test_a_save_hook_takes_weights_over_and_writes_into_the_checkpoint(self, tmp_path: Path) -> None:
