@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.processes import forget_inherited_state
-from tests.support.toy_device import on_toy
+from tests.support.toy_device import on_the_cpu, on_toy
 from tests.support.training import FEATURES, fresh_accelerator, make_data
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.checkpointing import snapshot
-from accelerate.config.env import patch_environment
 from accelerate.devices.copy_lane import CopyLane
 from accelerate.runtime.memory import release_memory
 from accelerate.utils import set_seed
@@ -70,14 +67,6 @@ class Run:
     def weights(self) -> dict[str, torch.Tensor]:
         state = self.accelerator.unwrap_model(self.model).state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
-
-
-@contextmanager
-def on_the_cpu() -> Iterator[None]:
-    forget_inherited_state()
-    with patch_environment(accelerate_use_cpu="true"):
-        yield
-    forget_inherited_state()
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -140,7 +129,7 @@ def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path) -> None:
     back.train(1)
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_files_name_no_device_that_loading_would_need(tmp_path: Path) -> None:
     run = Run()
     run.train(2)
@@ -185,7 +174,7 @@ def test_a_save_beside_training_gives_its_device_memory_back(tmp_path: Path) -> 
     assert torch.accelerator.memory_allocated() == allocated
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_copies_to_the_host_are_complete_when_they_are_handed_out() -> None:
     Accelerator()
     tensor = torch.arange(8.0, device="toy:1")
@@ -218,7 +207,7 @@ def test_a_thread_copies_what_the_device_was_still_writing() -> None:
     assert found[0]["state"][0]["momentum_buffer"].tolist() == source.tolist()
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_lane_brings_tensors_beside_other_work() -> None:
     start = torch.accelerator.memory_allocated(1)
     lane = CopyLane(torch.device("toy:1"))

@@ -119,7 +119,7 @@ def write_device(folder: Path) -> None:
     (folder / str(state.process_index)).write_text(str(state.device))
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_notebook_starts_a_process_on_each_device(tmp_path: Path) -> None:
     notebook_launcher(write_device, (tmp_path,), num_processes=2)
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["toy:0", "toy:1"]

@@ -103,7 +103,7 @@ def test_collectives_of_nested_data() -> None:
     assert accelerator.check_trigger()
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_structures_are_sent() -> None:
     sent = send_to_device(
         {"a": [torch.ones(2)], "b": (torch.zeros(1), "text"), "c": torch.ones(1)}, "toy:1", skip_keys="c"
@@ -117,7 +117,7 @@ def draws(device: torch.device | str) -> list[float]:
     return [random.random(), float(numpy.random.rand()), torch.rand(1).item(), torch.rand(1, device=own).item()]
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_seed_reaches_every_device() -> None:
     for seeded in (lambda: set_seed(7), lambda: [Accelerator(), set_seed(7)]):
         seeded()

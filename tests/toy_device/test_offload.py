@@ -152,7 +152,7 @@ def test_weights_are_read_ahead_inside_the_budget(source: str, tmp_path: Path) -
     assert torch.accelerator.memory_allocated() == 0
 
 
-@on_toy(memory=3 * BLOCK + 128 * KIB)
+@on_toy(devices=2, memory=3 * BLOCK + 128 * KIB)
 def test_a_plan_fits_the_memory_that_is_free(tmp_path: Path) -> None:
     free = get_max_memory()
     assert [free[0], free[1]] == [3 * BLOCK + 128 * KIB] * 2
@@ -236,7 +236,7 @@ def test_models_of_a_pipeline_make_room_for_each_other() -> None:
     assert torch.accelerator.memory_allocated() == 0
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_hook_brings_the_weights_of_one_layer() -> None:
     layer = nn.Linear(4, 3)
     expected = layer(torch.ones(2, 4))
@@ -253,7 +253,7 @@ def test_a_hook_brings_the_weights_of_one_layer() -> None:
     assert torch.accelerator.memory_allocated(1) == start
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_models_are_made_on_a_device() -> None:
     with init_on_device(torch.device("toy:1"), include_buffers=True):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -263,7 +263,7 @@ def test_models_are_made_on_a_device() -> None:
     assert_same(single, device="toy:1")
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_dispatched_model_is_saved_whole(tmp_path: Path) -> None:
     accelerator = Accelerator()
     device_map: dict[str, Any] = {"embed": 0, "head": 0, "blocks": "cpu"}
@@ -332,7 +332,7 @@ def test_threads_that_call_one_model_get_their_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
-@on_toy()
+@on_toy(devices=2)
 def test_weights_are_loaded_in_another_format(file: str, tmp_path: Path) -> None:
     state = {name: value for name, value in made().state_dict().items() if name != "head.weight"}
     torch.save(state, tmp_path / file) if file.endswith(".bin") else save_file(state, tmp_path / file)
