@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.processes import forget_inherited_state
-from tests.support.toy_device import on_toy
+from tests.support.toy_device import on_the_cpu, on_toy
 from tests.support.training import FEATURES, fresh_accelerator, make_data
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.checkpointing import snapshot
-from accelerate.config.env import patch_environment
 from accelerate.devices.copy_lane import CopyLane
 from accelerate.runtime.memory import release_memory
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 
 
 def make_model() -> torch.nn.Module:
@@ -72,12 +69,10 @@ class Run:
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
-@contextmanager
-def on_the_cpu() -> Iterator[None]:
-    forget_inherited_state()
-    with patch_environment(accelerate_use_cpu="true"):
-        yield
-    forget_inherited_state()
+def of_the_first_rank(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint of replicas holds, whose running statistics differ between two passes."""
+    found: dict[str, torch.Tensor] = broadcast_object_list([weights])[0]
+    return found
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -107,40 +102,75 @@ def check_exact_resume(folder: Path, **options: Any) -> None:
     assert places(again) == places(run)
 
 
-@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize(("precision", "devices"), [("no", 1), ("no", 2), ("bf16", 1), ("fp16", 1)])
 @on_toy()
-def test_a_run_goes_on_exactly(precision: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_exactly(precision: str, devices: int, tmp_path: Path) -> None:
+    assert torch.toy.device_count() == devices
     check_exact_resume(tmp_path / "checkpoint", mixed_precision=precision)
 
 
 @pytest.mark.filterwarnings("ignore:This schedule advances")
 @on_toy(processes=2)
 def test_a_run_on_two_devices_goes_on_exactly(tmp_path: Path) -> None:
-    check_exact_resume(tmp_path / "checkpoint")
+    for precision in ("no", "bf16"):
+        check_exact_resume(tmp_path / precision, mixed_precision=precision)
 
 
 @on_toy()
-def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path) -> None:
+def saves_random_states(devices: int, folder: Path) -> None:
+    accelerator = Accelerator()
+    for index in range(devices):
+        torch.rand(3 + index, device=f"toy:{index}")
+    accelerator.save_state(folder / "checkpoint")
+    torch.save(torch.rand(4, device="toy:0").cpu(), folder / "drawn.pt")
+
+
+@on_toy()
+def loads_random_states(devices: int, folder: Path) -> None:
+    accelerator = Accelerator()
+    torch.toy.manual_seed_all(99)
+    before = torch.toy.get_rng_state_all()
+    accelerator.load_state(folder / "checkpoint")
+    # Devices that the file says nothing of stay as they are.
+    after = torch.toy.get_rng_state_all()
+    assert len(after) == devices
+    assert all(torch.equal(after[index], before[index]) for index in range(1, devices))
+    assert torch.equal(torch.rand(4, device="toy:0").cpu(), torch.load(folder / "drawn.pt", weights_only=True))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2), (3, 2)])
+def test_random_states_fit_another_number_of_devices(saved: int, loaded: int, tmp_path: Path) -> None:
+    saves_random_states(devices=saved, folder=tmp_path)
+    loads_random_states(devices=loaded, folder=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:This schedule advances")
+@pytest.mark.parametrize("processes", [1, 2])
+@on_toy()
+def test_a_checkpoint_goes_to_the_cpu_and_back(processes: int, tmp_path: Path) -> None:
     run = Run()
+    assert (run.accelerator.device.type, run.accelerator.num_processes) == ("toy", processes)
     run.train(4)
     run.accelerator.save_state(tmp_path / "toy")
-    weights = run.weights()
+    weights = of_the_first_rank(run.weights())
     with on_the_cpu():
         on_cpu = Run()
         on_cpu.load(tmp_path / "toy")
         assert_equal(on_cpu.weights(), weights)
         assert {parameter.device.type for parameter in on_cpu.model.parameters()} == {"cpu"}
+        assert on_cpu.accelerator.num_processes == processes
         on_cpu.train(3)
         on_cpu.accelerator.save_state(tmp_path / "cpu")
-        weights = on_cpu.weights()
+        weights = of_the_first_rank(on_cpu.weights())
     back = Run()
     back.load(tmp_path / "cpu")
     assert_equal(back.weights(), weights)
-    assert {parameter.device for parameter in back.model.parameters()} == {torch.device("toy:0")}
+    own = torch.device("toy", back.accelerator.process_index)
+    assert {parameter.device for parameter in back.model.parameters()} == {own}
     back.train(1)
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_files_name_no_device_that_loading_would_need(tmp_path: Path) -> None:
     run = Run()
     run.train(2)
@@ -153,12 +183,15 @@ def test_files_name_no_device_that_loading_would_need(tmp_path: Path) -> None:
     assert_equal({name: value.cpu() for name, value in model.state_dict().items()}, run.weights())
 
 
+@pytest.mark.filterwarnings("ignore:This schedule advances")
+@pytest.mark.parametrize("processes", [1, 2])
 @on_toy()
-def test_a_save_beside_training_holds_the_values_of_its_moment(tmp_path: Path) -> None:
+def test_a_save_beside_training_holds_the_values_of_its_moment(processes: int, tmp_path: Path) -> None:
     run = Run()
+    assert (run.accelerator.device.type, run.accelerator.num_processes) == ("toy", processes)
     for number in range(3):  # buffers are lent again
         run.train(2)
-        weights = run.weights()
+        weights = of_the_first_rank(run.weights())
         moments = [value.detach().cpu().clone() for state in run.optimizer.state.values() for value in state.values()]
         run.accelerator.save_state(tmp_path / str(number), blocking=False)
         with torch.no_grad():
@@ -185,7 +218,7 @@ def test_a_save_beside_training_gives_its_device_memory_back(tmp_path: Path) -> 
     assert torch.accelerator.memory_allocated() == allocated
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_copies_to_the_host_are_complete_when_they_are_handed_out() -> None:
     Accelerator()
     tensor = torch.arange(8.0, device="toy:1")
@@ -218,7 +251,7 @@ def test_a_thread_copies_what_the_device_was_still_writing() -> None:
     assert found[0]["state"][0]["momentum_buffer"].tolist() == source.tolist()
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_lane_brings_tensors_beside_other_work() -> None:
     start = torch.accelerator.memory_allocated(1)
     lane = CopyLane(torch.device("toy:1"))

@@ -15,7 +15,7 @@ from tests.support.toy_device import build, environment, on_toy
 from torch.nn import functional
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_devices_do_not_mix() -> None:
     tensor = torch.ones(3, device="toy:1")
     for other in (torch.ones(3), torch.ones(3, device="toy:0")):
@@ -29,7 +29,7 @@ def test_devices_do_not_mix() -> None:
         torch.ones(3, device="toy:2")
 
 
-@on_toy(memory=4096)
+@on_toy(devices=2, memory=4096)
 def test_memory_has_a_limit_and_is_counted() -> None:
     tensor = torch.empty(512, device="toy:1")
     assert torch.accelerator.memory_allocated(1) == 2048
@@ -100,7 +100,7 @@ def test_memory_is_lost_to_a_stream_that_it_does_not_know_of() -> None:
         assert bool(target.isnan().all()) is expected
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_each_device_draws_its_own_numbers() -> None:
     torch.manual_seed(5)
     expected, following = torch.rand(3), torch.rand(3)
@@ -145,7 +145,7 @@ def test_operators_give_the_numbers_of_the_cpu() -> None:
         assert torch.equal(found, expected)
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_tensors_are_saved_with_their_device() -> None:
     stream = io.BytesIO()
     tensor = torch.arange(6.0, device="toy:1")
@@ -221,7 +221,7 @@ def test_a_program_has_the_device_without_knowing_of_it() -> None:
     assert run.stdout.split() == ["toy", "2"]
 
 
-@on_toy()
+@on_toy(devices=2)
 def computes_a_gradient() -> None:
     weight = torch.ones(2, device="toy:1", requires_grad=True)
     (3 * weight).sum().backward()

@@ -35,6 +35,7 @@ def check_plan(plan: Plan) -> None:
     found = train_gpt(plan)
     expected = train_plain_gpt(plan.tied, plan.dtype)
     if not found.weights:  # the first rank has them
+        assert not PartialState().is_main_process
         found.weights = expected.weights
     weights = {name: value.cpu() for name, value in found.weights.items()}
     assert_same_outcome(Outcome(weights, found.losses, found.rates), expected, tolerance=1e-8)
@@ -107,10 +108,13 @@ def test_a_sharded_run_is_saved_beside_training(tmp_path: Path) -> None:
 
 @on_toy()
 def test_a_block_is_profiled(tmp_path: Path) -> None:
-    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path / "trace"))])
+    options = ProfileKwargs(output_trace_dir=str(tmp_path / "trace"), profile_memory=True)
+    accelerator = Accelerator(kwargs_handlers=[options])
     with accelerator.profile() as profiler:
-        torch.ones(4, device=accelerator.device).sum().item()
-    assert any(event.key == "aten::ones" for event in profiler.key_averages())
+        held = torch.ones(1000, device=accelerator.device)
+        torch.ones(500)
+    (event,) = [event for event in profiler.key_averages() if event.key == "aten::ones"]
+    assert (event.count, event.device_memory_usage) == (2, held.nbytes)
     assert list((tmp_path / "trace").iterdir())
 
 
@@ -119,7 +123,7 @@ def write_device(folder: Path) -> None:
     (folder / str(state.process_index)).write_text(str(state.device))
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_a_notebook_starts_a_process_on_each_device(tmp_path: Path) -> None:
     notebook_launcher(write_device, (tmp_path,), num_processes=2)
     assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["toy:0", "toy:1"]

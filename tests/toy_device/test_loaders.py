@@ -37,20 +37,24 @@ class Rows(Dataset[Any]):
         return {"number": torch.tensor(index), "row": torch.full((3,), float(index)), "name": f"row {index}"}
 
 
-@pytest.mark.parametrize("non_blocking", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("processes", "non_blocking", "num_workers"),
+    [(1, False, 0), (1, True, 0), (1, False, 2), (1, True, 1), (2, True, 0), (2, True, 1)],
+)
 @on_toy()
-def test_batches_land_on_the_device(non_blocking: bool, num_workers: int) -> None:
+def test_batches_land_on_the_device(processes: int, non_blocking: bool, num_workers: int) -> None:
     config = DataLoaderConfiguration(non_blocking=non_blocking)
     accelerator = Accelerator(dataloader_config=config)
     loader = accelerator.prepare(DataLoader(Rows(10), batch_size=4, num_workers=num_workers, pin_memory=non_blocking))
+    own = torch.device("toy", accelerator.process_index)
     seen: list[int] = []
     for batch in loader:
-        assert {value.device for key, value in batch.items() if key != "name"} == {torch.device("toy:0")}
+        assert {value.device for key, value in batch.items() if key != "name"} == {own}
         # Work on the device comes after the copy, also where nobody waited for it.
         assert torch.equal((batch["row"] * 2)[:, 0], batch["number"] * 2.0)
         assert batch["name"] == [f"row {number}" for number in batch["number"].tolist()]
-        seen += batch["number"].tolist()
+        seen += accelerator.gather_for_metrics(batch["number"]).tolist()
+    assert accelerator.num_processes == processes
     assert seen == list(range(10))
 
 
@@ -103,7 +107,7 @@ def test_collectives_of_nested_data() -> None:
     assert accelerator.check_trigger()
 
 
-@on_toy()
+@on_toy(devices=2)
 def test_structures_are_sent() -> None:
     sent = send_to_device(
         {"a": [torch.ones(2)], "b": (torch.zeros(1), "text"), "c": torch.ones(1)}, "toy:1", skip_keys="c"
@@ -117,14 +121,15 @@ def draws(device: torch.device | str) -> list[float]:
     return [random.random(), float(numpy.random.rand()), torch.rand(1).item(), torch.rand(1, device=own).item()]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @on_toy()
-def test_a_seed_reaches_every_device() -> None:
+def test_a_seed_reaches_every_device(devices: int) -> None:
     for seeded in (lambda: set_seed(7), lambda: [Accelerator(), set_seed(7)]):
         seeded()
-        first = [torch.rand(2, device=f"toy:{index}").tolist() for index in range(2)]
+        first = [torch.rand(2, device=f"toy:{index}").tolist() for index in range(devices)]
         set_seed(7)
-        assert [torch.rand(2, device=f"toy:{index}").tolist() for index in range(2)] == first
-        assert first[0] == first[1]
+        assert first == [torch.rand(2).tolist()] * devices  # the numbers of the CPU
+        assert [torch.rand(2, device=f"toy:{index}").tolist() for index in range(devices)] == first
 
 
 @on_toy(processes=2)

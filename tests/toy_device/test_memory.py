@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.toy_device import on_toy
+from tests.support.toy_device import on_the_cpu, on_toy
 
 from accelerate import Accelerator, PartialState, find_executable_batch_size
 from accelerate.runtime.gradient_clock import GradientState
@@ -68,7 +68,8 @@ def limit_for(batch_size: int, update: int | None = None) -> int:
 
 @on_toy()
 def test_batches_shrink_until_they_fit() -> None:
-    expected = train(8)
+    with on_the_cpu():
+        expected = train(8)
     torch.toy.set_memory_limit(0, limit_for(8))
     with pytest.raises(torch.OutOfMemoryError):
         train(64)
@@ -89,6 +90,8 @@ def test_batches_shrink_until_they_fit() -> None:
 
 @on_toy(processes=2)
 def test_memory_that_runs_out_on_one_device_shrinks_the_batch_on_both() -> None:
+    with on_the_cpu():
+        expected = train(32)
     state, tried = PartialState(), list[tuple[int, int]]()
     limit = limit_for(8, update=32)
     if state.is_last_process:
@@ -105,9 +108,39 @@ def test_memory_that_runs_out_on_one_device_shrinks_the_batch_on_both() -> None:
     GradientState().grow(1)
     torch.toy.set_memory_limit(state.device.index, 1024**3)
     # The whole dataset in one update, as the first size has it; the group works after it was made anew.
-    torch.testing.assert_close(found, train(32))
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(train(32), expected)
     gathered = accelerator.gather(found[None, :4].to(accelerator.device))
     assert torch.equal(gathered[0], gathered[1])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@on_toy()
+def test_a_search_that_finds_nothing_says_so_and_leaves_the_device_usable(processes: int) -> None:
+    with on_the_cpu():
+        assert PartialState().num_processes == processes
+        expected = train(16)
+    state = PartialState()
+    assert (state.device.type, state.num_processes) == ("toy", processes)
+    # Nothing fits; a size below the smallest that is allowed would.
+    for minimum, sizes, limit in ((1, [64, 32, 16, 8, 4, 2, 1], KIB), (16, [64, 32, 16], limit_for(8))):
+        tried: list[int] = []
+        if state.is_last_process:
+            torch.toy.set_memory_limit(state.device.index or 0, limit)
+
+        @find_executable_batch_size(
+            starting_batch_size=64, reduce_batch_size_fn=lambda sizes=tried: sizes[-1] // 2, minimum_batch_size=minimum
+        )
+        def attempt(batch_size: int, tried: list[int] = tried) -> torch.Tensor:
+            tried.append(batch_size)
+            return train(batch_size)
+
+        with pytest.raises(RuntimeError, match=f"No batch size from 64 down to {minimum} fits"):
+            attempt()
+        assert tried == sizes
+        torch.toy.set_memory_limit(state.device.index or 0, 1024**3)
+    release_memory()
+    assert torch.equal(train(16), expected)
 
 
 @on_toy()

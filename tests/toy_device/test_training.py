@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.launching import launch_command, launch_environment
-from tests.support.processes import forget_inherited_state
-from tests.support.toy_device import environment, on_toy
+from tests.support.toy_device import environment, on_the_cpu, on_toy
 from tests.support.training import (
     Layout,
     Outcome,
@@ -40,15 +37,6 @@ RECIPES = {
     "adamw, shuffled": Recipe("adamw", shuffle=True),
 }
 LAYOUTS = {"whole batches": Layout(12), "accumulated": Layout(4, accumulation=3, evaluates=True)}
-
-
-@contextmanager
-def on_the_cpu() -> Iterator[None]:
-    """Let what is made in the block compute on the CPU, as if no device were there."""
-    forget_inherited_state()
-    with patch_environment(accelerate_use_cpu="true"):
-        yield
-    forget_inherited_state()
 
 
 def on_host(outcome: Outcome) -> Outcome:
@@ -219,14 +207,18 @@ def train_sharded(plugin: FullyShardedDataParallelPlugin, folder: Path | None = 
     accelerator = fresh_accelerator(fsdp_plugin=plugin)
     model = make_model(dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    loader = DataLoader(make_data(8 * SHARDED_STEPS, torch.float32), batch_size=4)
+    loader = DataLoader(make_data(8 * SHARDED_STEPS, torch.float32), batch_size=8 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for number, (inputs, targets) in enumerate(loader):
         if folder is not None and number == 2:
-            # What comes after is undone by loading: the second half runs twice.
             accelerator.save_state(folder)
+            # All that the second half goes on from is lost, and comes back from the files.
             for parameter in model.parameters():
                 parameter.data.zero_()
+            for state in optimizer.state.values():
+                assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+                for value in state.values():
+                    value.fill_(7.0)
             accelerator.load_state(folder)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)
@@ -247,22 +239,31 @@ def train_sharded_plain() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def check_sharded(folder: Path, **options: Any) -> None:
+    expected = train_sharded_plain()
+    for checkpoint in (None, folder):
+        found = train_sharded(FullyShardedDataParallelPlugin(auto_wrap_policy="NO_WRAP", **options), checkpoint)
+        if PartialState().is_main_process:
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        else:
+            assert found == {} or set(found) == set(expected)
+
+
 @pytest.mark.parametrize(
     ("version", "on_host"), [(1, False), (2, False), (2, True)], ids=["fsdp1", "fsdp2", "fsdp2 on the host"]
 )
 @pytest.mark.parametrize("files", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @on_toy(processes=2)
 def test_fsdp_trains_saves_and_loads(files: str, version: int, on_host: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"fsdp_version": version, "auto_wrap_policy": "NO_WRAP", "state_dict_type": files}
-    options["cpu_offload"] = on_host
-    expected = train_sharded_plain()
-    for folder in (None, tmp_path / "checkpoint"):
-        found = train_sharded(FullyShardedDataParallelPlugin(**options), folder)
-        if PartialState().is_main_process:
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
-        else:
-            assert found == {} or set(found) == set(expected)
+    check_sharded(tmp_path / "checkpoint", fsdp_version=version, cpu_offload=on_host, state_dict_type=files)
+
+
+@on_toy()
+def test_fsdp_on_one_device_has_nothing_to_share_and_trains(tmp_path: Path) -> None:
+    for version in (1, 2):
+        check_sharded(tmp_path / str(version), fsdp_version=version)
+        assert Accelerator().distributed_type is DistributedType.NO
 
 
 @pytest.mark.parametrize("hook", ["fp16", "power_sgd", "batched_power_sgd"])

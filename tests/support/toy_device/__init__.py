@@ -17,13 +17,18 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.processes import ROOT, run_group, script_environment
+import torch.distributed as dist
+from tests.support.processes import ROOT, close_process_group, forget_inherited_state, run_group, script_environment
 from torch.utils.cpp_extension import include_paths, library_paths
+
+from accelerate.config.env import patch_environment
+from accelerate.devices.machine import get_free_port
 
 SOURCE = Path(__file__).parent / "toy.cpp"
 PACKAGE = Path(__file__).parent / "torch_toy.py"
@@ -97,29 +102,53 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**around, "PYTHONPATH": os.pathsep.join([str(build()), around["PYTHONPATH"]])}
 
 
-def on_toy(*, processes: int = 1, devices: int = 2, memory: int | None = None) -> Callable[[Any], Any]:
+def on_toy(*, processes: int = 1, devices: int | None = None, memory: int | None = None) -> Callable[[Any], Any]:
     """Run the body of a test in processes of their own that have the device.
+
+    A test that is parametrised over `processes` or `devices` takes them as arguments instead.
 
     They are not forked from the test process: torch counts the devices at the first backward pass of a process, and a
     process that was forked after one finds no place for those that it learns of.
 
     Args:
         processes: How many, each of which runs the body as one rank of a group that it can make.
-        devices: How many devices each of them sees.
+        devices: How many devices each of them sees; as many as there are processes, if it is not said.
         memory: The bytes that each device has.
     """
-    variables = {"TOY_DEVICE_COUNT": str(devices), **({} if memory is None else {"TOY_DEVICE_MEMORY": str(memory)})}
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def test(**arguments: Any) -> None:
             build()
+            size = arguments.get("processes", processes)
+            variables = {"TOY_DEVICE_COUNT": str(arguments.get("devices", devices or size))}
+            if memory is not None:
+                variables["TOY_DEVICE_MEMORY"] = str(memory)
             given = (function.__module__, function.__name__, arguments, list(warnings.filters))
-            run_group(_run_body, processes, *given, env=variables, timeout=120, start_method="forkserver")
+            run_group(_run_body, size, *given, env=variables, timeout=120, start_method="forkserver")
 
         return test
 
     return decorate
+
+
+@contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Let what is made in the block compute on the CPU, in a group of its own, as if no device were there."""
+    _start_anew()
+    with patch_environment(accelerate_use_cpu="true"):
+        yield
+    _start_anew()
+
+
+def _start_anew() -> None:
+    """Leave the group, if there is one, and forget what the library knows; the next group meets at another port."""
+    if dist.is_initialized():
+        ports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ports, get_free_port())
+        close_process_group()
+        os.environ["MASTER_PORT"] = str(ports[0])
+    forget_inherited_state()
 
 
 def _run_body(module: str, name: str, arguments: dict[str, Any], filters: list[Any]) -> None:

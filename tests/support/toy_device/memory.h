@@ -235,6 +235,12 @@ void empty_cache(DeviceMemory& memory) {
   memory.cache.clear();
 }
 
+// Tell torch's profiler of memory that was taken or, with a negative size, given back.
+void report(void* data, DeviceIndex device, int64_t size) {
+  auto& memory = memories[device];
+  c10::reportMemoryUsageToProfiler(data, size, memory.allocated().current, memory.reserved().current, Device(TOY, device));
+}
+
 void release(void* context) {
   Locked locked(lock);
   auto found = blocks.find(static_cast<const char*>(context));
@@ -248,6 +254,7 @@ void release(void* context) {
   auto& memory = memories[block.device];
   memory.allocated().decrease(block.size);
   memory.stats.allocation[0].decrease(1);
+  report(context, block.device, -static_cast<int64_t>(block.size));
   memory.cache.emplace(block.size, static_cast<char*>(context));
 }
 
@@ -277,6 +284,7 @@ struct ToyAllocator final : c10::DeviceAllocator {
     memory.allocated().increase(size);
     memory.stats.allocation[0].increase(1);
     blocks[data] = {size, device, current_stream(device), {}};
+    report(data, device, static_cast<int64_t>(size));
     return {data, data, &release, Device(TOY, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

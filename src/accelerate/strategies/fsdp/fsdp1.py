@@ -131,6 +131,8 @@ class FSDP1Strategy(FSDPStrategy):
         self, before: Sequence[nn.Parameter], after: Sequence[nn.Parameter]
     ) -> dict[nn.Parameter, nn.Parameter | None]:
         """Return the flat parameter that holds each old one, or the one that has memory in place of one without."""
+        if not self.runtime.is_distributed:  # nothing is wrapped
+            return super().replaced(before, after)
         return {old: self._replaced[old] for old in before if old in self._replaced}
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
