@@ -6,7 +6,7 @@ This module is imported where torch is not.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import IO, Any, ClassVar, NoReturn, TypeVar
 
 from accelerate._base.untrusted import MOST_LEVELS, shown
@@ -212,29 +212,32 @@ def check_size(value: object, most: int) -> None:
         most: How many values it may hold, each counted as often as it is reached.
     """
     sizes: dict[int, int] = {}
-    height: dict[int, int] = {}
-    pending = [(value, False)]
+    heights: dict[int, int] = {}
+    # Each with those of its parts that have parts themselves, once all of those are looked at, and the number of the others.
+    pending: list[tuple[Any, list[Any] | None, int]] = [(value, None, 0)]
     while pending:
-        entry, is_done = pending.pop()
-        if is_done:
-            children = list(_parts(entry))
-            sizes[id(entry)] = 1 + sum(sizes.get(id(child), 1) for child in children)
-            height[id(entry)] = 1 + max((height.get(id(child), 0) for child in children), default=0)
-            if sizes[id(entry)] > most or height[id(entry)] > MOST_LEVELS:
-                refuse("lists and dictionaries in it are made of each other, too deeply or too many times")
-        elif id(entry) not in sizes and isinstance(entry, tuple | list | dict | set | Record):
-            sizes[id(entry)] = 1  # until all of it was seen: it may be a part of itself
-            pending.append((entry, True))
-            pending += [(child, False) for child in _parts(entry)]
+        entry, inner, others = pending.pop()
+        if inner is None:
+            if id(entry) in sizes or type(entry) not in _CONTAINERS:
+                continue
+            parts = _parts(entry)
+            inner = [part for part in parts if type(part) in _CONTAINERS]
+            others = len(parts) - len(inner)
+            sizes[id(entry)], heights[id(entry)] = 1, 0  # until all of it was seen: it may be a part of itself
+            if inner:
+                pending.append((entry, inner, others))
+                pending += [(part, None, 0) for part in inner]
+                continue
+        sizes[id(entry)] = 1 + others + sum([sizes[id(part)] for part in inner])
+        heights[id(entry)] = 1 + max([heights[id(part)] for part in inner], default=0)
+        if sizes[id(entry)] > most or heights[id(entry)] > MOST_LEVELS:
+            refuse("lists and dictionaries in it are made of each other, too deeply or too many times")
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Record):
-        yield from value.args
-        yield value.state
-        yield from value.entries
-    elif isinstance(value, dict):
-        yield from value
-        yield from value.values()
-    else:
-        yield from value
+def _parts(value: Any) -> list[Any]:
+    if type(value) is Record:
+        return [*value.args, value.state, *value.entries]
+    return [*value, *value.values()] if type(value) is dict else list(value)
+
+
+_CONTAINERS = frozenset({Record, Tuple, tuple, list, dict, set})
