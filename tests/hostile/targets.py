@@ -221,11 +221,14 @@ def hostfile(data: bytes, folder: Path) -> None:
 
 
 def mpi_hostfile(data: bytes, folder: Path) -> None:
+    """Read a hostfile of mpirun, and what follows a zero, or else its lines, as a list of hosts."""
     from accelerate.launch import mpi
 
+    lines, zero, listed = data.partition(b"\0")
     path = folder / "hosts"
-    path.write_bytes(data)
-    in_turn(lambda: mpi._hostfile(str(path), 2), lambda: mpi._hostfile(text_of(data).replace("/", ""), 2))
+    path.write_bytes(lines)
+    text = text_of(listed) if zero else ",".join(text_of(lines).splitlines())
+    in_turn(lambda: mpi._hostfile(str(path), 2), lambda: mpi._hostfile(text.replace("/", ""), 2))
 
 
 def file_size(data: bytes, folder: Path) -> None:

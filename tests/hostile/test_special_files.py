@@ -1,4 +1,4 @@
-"""Pipes, sockets and devices where weights and checkpoints are expected: nobody waits for a pipe, or reads a device for ever."""
+"""Pipes, sockets and devices where files are expected: nobody waits for a pipe, or reads a device for ever."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import torch
 from tests.hostile.fuzz import limits
 from tests.support.checkpoints import write_checkpoint
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.catalog import inspect
 from accelerate.checkpointing.files import FileProblem, FileRecord, checksum
 from accelerate.config.file_text import load_text
+from accelerate.launch.hostfile import read_hostfile
 from accelerate.offload.estimate import read_tensors
 from accelerate.offload.safetensors_format import read_header
 from accelerate.offload.store import OffloadedWeightsLoader, checkpoint_files, load_state_dict, open_weights_file
 from accelerate.offload.stored import RawFile, SafetensorsFile
 from accelerate.offload.weight_files import read_json
+from accelerate.runtime import claims
 
 READERS: list[Callable[[Path], Any]] = [
     lambda path: read_header(path.with_suffix(".safetensors")),
@@ -54,6 +56,17 @@ def test_no_reader_waits(read: Callable[[Path], Any], kind: str, tmp_path: Path)
         make_special(tmp_path / f"w{suffix}", kind)
     with limits(), pytest.raises(ConfigurationError, match="is a pipe, a socket or a device, and a file is expected"):
         read(tmp_path / "w")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_list_of_machines_and_a_claim_are_files(kind: str, tmp_path: Path) -> None:
+    make_special(tmp_path / "hosts", kind)
+    make_special(tmp_path / ".state.accelerate-claim", kind)
+    with limits():
+        with pytest.raises(ConfigurationError, match="is a pipe, a socket or a device, and a file is expected"):
+            read_hostfile(tmp_path / "hosts", "a test")
+        with pytest.raises(CheckpointError, match="a folder, a pipe, a socket or a device"):
+            claims.claim(tmp_path / "state")
 
 
 @pytest.mark.parametrize("kind", KINDS)

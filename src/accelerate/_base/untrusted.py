@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Callable, Iterable
@@ -19,6 +20,10 @@ _MOST_SHOWN = 200
 _LARGEST = 2**63 - 1
 _MOST_AXES = 64
 MOST_LEVELS = 100
+_MOST_OF_A_NAME = 255
+# What ssh takes for no option, and a shell for no more than a word; a percent sign begins the zone of an IPv6 address.
+_HOST = re.compile(r"[\w.:][\w.:-]*(?:%[\w.-]+)?")
+_USER = re.compile(r"[\w.][\w.-]*")
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 4
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 20
@@ -63,6 +68,18 @@ def can_be_path(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
+
+
+def is_host(text: str, *, with_user: bool = False) -> bool:
+    """Return whether a text can be the name or the address of a machine, so that it can stand in commands.
+
+    Args:
+        with_user: `user@` may stand before it.
+    """
+    user, at, host = text.rpartition("@")
+    if at and not (with_user and _USER.fullmatch(user)):
+        return False
+    return len(text) <= _MOST_OF_A_NAME and _HOST.fullmatch(host) is not None
 
 
 def check_regular(path: Path) -> os.stat_result:

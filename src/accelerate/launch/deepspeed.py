@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
+from accelerate._base.untrusted import first_line, read_limited
 from accelerate.config import conflicts
 from accelerate.launch.elastic import interface_variables
-from accelerate.launch.host import DEFAULT_PORT, Host
+from accelerate.launch.host import DEFAULT_PORT, Host, main_address
 from accelerate.launch.hostfile import HostSlots, Machines, filter_text, find_machines, hostfile_text
 from accelerate.launch.mpi import HYDRA, OPEN_MPI, mpi_family, mpirun_command
 from accelerate.launch.plan import (
@@ -132,8 +133,10 @@ def _runner(config: RunConfig, host: Host, machines: Machines) -> list[str]:
 
 
 def _meeting_place(config: RunConfig) -> list[str]:
-    address = ["--master_addr", str(config["main_process_ip"])] if config["main_process_ip"] else []
-    return [*address, "--master_port", str(config["main_process_port"] or DEFAULT_PORT)]
+    """Return the words that DeepSpeed's runner hands to a shell of each machine as they are."""
+    address = main_address(config)
+    port = int(config["main_process_port"] or DEFAULT_PORT)
+    return [*(["--master_addr", address] if address else []), "--master_port", str(port)]
 
 
 def _plan_pdsh(config: RunConfig, host: Host) -> LaunchPlan:
@@ -172,7 +175,7 @@ def _plan_without_ssh(config: RunConfig, host: Host) -> LaunchPlan:
         machines = Machines(tuple(HostSlots(name, tuple(range(local))) for name in names))
     conflicts.check_deepspeed_rank(config, len(machines.hosts))
     rank = int(config["machine_rank"] or 0)
-    address = str(config["main_process_ip"] or machines.hosts[0].name)
+    address = main_address(config) or machines.hosts[0].name
     port = int(config["main_process_port"] or DEFAULT_PORT)
     if rank == 0 and host.port_in_use(port):
         raise conflicts.port_in_use(config, port)
@@ -207,7 +210,7 @@ def _plan_mpi(config: RunConfig, host: Host) -> LaunchPlan:
             f"Write --deepspeed_multinode_launcher {other}, or put the right mpirun first on the PATH."
         )
     values = _for_other_machines(config, host, machines)
-    values |= {"MASTER_ADDR": str(config["main_process_ip"] or machines.hosts[0].name)}
+    values |= {"MASTER_ADDR": main_address(config) or machines.hosts[0].name}
     values |= {"MASTER_PORT": str(config["main_process_port"] or DEFAULT_PORT)}
     taken = {name: text for name, text in host.environment.items() if name.startswith(_TAKEN_ALONG)}
     values = taken | _own_variables(host) | values
@@ -271,11 +274,11 @@ def _own_variables(host: Host) -> dict[str, str]:
     for path in (Path.home() / name, Path(name)):
         if path.is_file():
             try:
-                lines = path.read_text().splitlines()
-            except (OSError, UnicodeDecodeError) as error:
+                lines = read_limited(path).decode().splitlines()
+            except (OSError, ValueError) as error:
                 raise ConfigurationError(
-                    f"DeepSpeed's environment file {str(path)!r} cannot be read: {error}. Write lines such as `NAME=value` "
-                    "into it, or remove it."
+                    f"DeepSpeed's environment file {str(path)!r} cannot be read: {first_line(error)}. Write lines such as "
+                    "`NAME=value` into it, or remove it."
                 ) from error
             pairs = (line.partition("=") for line in lines if "=" in line)
             found |= {key.strip(): text.strip() for key, _, text in pairs}

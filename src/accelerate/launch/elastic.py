@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from accelerate._base.helpers import Choice
 from accelerate.config import conflicts
 from accelerate.config.sections.registry import options
-from accelerate.launch.host import DEFAULT_PORT, Host, Rendezvous, given_port, local_rendezvous, rank_config
+from accelerate.launch.host import (
+    DEFAULT_PORT,
+    Host,
+    Rendezvous,
+    given_port,
+    local_rendezvous,
+    main_address,
+    rank_config,
+)
 from accelerate.launch.plan import (
     ElasticOptions,
     Launcher,
@@ -74,7 +82,10 @@ def _plan_agent(config: RunConfig, host: Host) -> LaunchPlan:
     first = rank == 0 and backend in _OWN_STORES and (backend == "static" or config.is_given("machine_rank"))
     if first and host.port_in_use(port):
         raise conflicts.port_in_use(config, port)
-    rendezvous = Rendezvous(str(config["main_process_ip"]), port)
+    # Other backends, and a store in a file, meet at what need not be a machine.
+    meets_at_machine = backend in _OWN_STORES and "store_type" not in str(config["rdzv_conf"] or "")
+    address = main_address(config) if meets_at_machine else config["main_process_ip"]
+    rendezvous = Rendezvous(str(address), port)
     return agent_plan(config, host, local, rendezvous, machines=machines, machine_rank=rank)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accelerate._base.untrusted import number_in
+from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import is_host, number_in, shown
 from accelerate.config import conflicts, env
 from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables, tpu_cores
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+MOST_OF_HOSTFILE = 1_000_000
+"""The most bytes of a file that lists machines: more than any cluster needs."""
+NAMES_OF_MACHINES = "Those have letters, digits and any of `_ . : -`, and no `-` in front."
 
 
 class Host:
@@ -129,6 +133,39 @@ def local_rendezvous(config: RunConfig, host: Host) -> Rendezvous:
         raise conflicts.port_in_use(config, port)
     note = f"Port {port} ({config.origin('main_process_port')}) is in use on this machine; a free one takes its place."
     return Rendezvous(LOOPBACK, None, (note,))
+
+
+def main_address(config: RunConfig) -> str | None:
+    """Return the name or address of the first machine, None if nobody gave one.
+
+    Raises:
+        ConfigurationError: It is neither, and programs and shells of other machines would read it.
+    """
+    if not config["main_process_ip"]:
+        return None
+    address = str(config["main_process_ip"])
+    if not is_host(address):
+        raise ConfigurationError(
+            f"main_process_ip={shown(address)} ({config.origin('main_process_ip')}) is neither a name nor an address of a "
+            f"machine. {NAMES_OF_MACHINES} Write --main_process_ip with one such as 10.0.0.1, fe80::1 or worker-1."
+        )
+    return address
+
+
+def check_machine(name: str, place: str) -> None:
+    """Refuse a machine that ssh would take for an option, or a shell for a command.
+
+    Args:
+        place: What names it, for the message.
+
+    Raises:
+        ConfigurationError: It is neither a name nor an address.
+    """
+    if not is_host(name, with_user=True):
+        raise ConfigurationError(
+            f"{place}: {shown(name)} is neither a name nor an address of a machine. {NAMES_OF_MACHINES} Write one such as "
+            "worker-1, 10.0.0.1 or user@worker-1."
+        )
 
 
 def given_port(config: RunConfig) -> int | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.untrusted import number_in, shown
+from accelerate._base.untrusted import first_line, number_in, read_limited, shown
+from accelerate.launch.host import MOST_OF_HOSTFILE, check_machine
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _USUAL_HOSTFILE = Path("/job/hostfile")
 _INCLUDE, _EXCLUDE = "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"
 _MOST_SLOTS = 10_000
+_MOST_ON_ALL = 1_000_000
 _EXAMPLE = "`worker-1 slots=8`"
 _FILTER_EXAMPLE = "`worker-1@worker-2:0,2`"
 # The form that DeepSpeed reads; what follows the number is ignored.
@@ -85,7 +87,7 @@ def find_machines(config: RunConfig) -> Machines | None:
                 "none was given. Add --deepspeed_hostfile, or leave the filter out."
             )
         return None
-    path = Path(str(named)).expanduser() if named else _USUAL_HOSTFILE
+    path = Path(str(named)) if named else _USUAL_HOSTFILE
     hosts = read_hostfile(path, config.origin("deepspeed_hostfile") if named else "where DeepSpeed looks for one")
     for name in filters:
         hosts = (include if name == _INCLUDE else exclude)(hosts, str(config[name]), f"{name} ({config.origin(name)})")
@@ -147,14 +149,15 @@ def read_hostfile(path: Path, origin: str) -> tuple[HostSlots, ...]:
         ConfigurationError: The file cannot be read, names no machine, or has a line that is none.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        lines = read_limited(path.expanduser(), MOST_OF_HOSTFILE).decode().splitlines()
+    except (OSError, ValueError, RuntimeError) as error:  # the last two for what is no text, and for a home of nobody
+        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({first_line(error)})"
         raise ConfigurationError(
             f"deepspeed_hostfile={str(path)!r} ({origin}) {why}, so the machines are unknown. "
             f"Write a file with a line such as {_EXAMPLE} for each machine."
         ) from error
     hosts: dict[str, HostSlots] = {}
+    slots = 0
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -167,6 +170,12 @@ def read_hostfile(path: Path, origin: str) -> tuple[HostSlots, ...]:
                 "one line. Leave one of the two out, or add their slots up."
             )
         hosts[host.name] = host
+        slots += len(host.slots)
+        if slots > _MOST_ON_ALL:
+            raise ConfigurationError(
+                f"{place}: up to this line {str(path)!r} gives {slots} slots, and no run has more than {_MOST_ON_ALL} "
+                "processes. Write the number of devices of each machine."
+            )
     if not hosts:
         raise ConfigurationError(
             f"deepspeed_hostfile={str(path)!r} ({origin}) names no machine. Write a line such as {_EXAMPLE} for each."
@@ -182,6 +191,7 @@ def _read_line(text: str, place: str) -> HostSlots:
             f"{place}: {shown(text)} is not a machine with a number of slots from 1 to {_MOST_SLOTS}. Write a line such as "
             f"{_EXAMPLE}."
         )
+    check_machine(match[1], place)
     return HostSlots(match[1], tuple(range(count)), place)
 
 
@@ -205,7 +215,7 @@ def exclude(hosts: Sequence[HostSlots], text: str, origin: str) -> tuple[HostSlo
     named = _read_filter(hosts, text, origin)
     kept = []
     for host in hosts:
-        out = (named[host.name] or host.slots) if host.name in named else ()
+        out = set(named[host.name] or host.slots) if host.name in named else set()
         kept.append(replace(host, slots=tuple(slot for slot in host.slots if slot not in out)))
     left = tuple(host for host in kept if host.slots)
     if not left:

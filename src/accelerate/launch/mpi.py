@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
+from accelerate._base.untrusted import read_limited, shown
 from accelerate.config import cluster_conflicts, conflicts
 from accelerate.launch.elastic import processes_per_machine
-from accelerate.launch.host import DEFAULT_PORT, Host, Rendezvous, local_rendezvous
+from accelerate.launch.host import (
+    DEFAULT_PORT,
+    MOST_OF_HOSTFILE,
+    Host,
+    Rendezvous,
+    check_machine,
+    local_rendezvous,
+    main_address,
+)
 from accelerate.launch.plan import (
     FAILURE_FOLDER,
     FILES,
@@ -105,10 +115,10 @@ def _plan_mpirun(config: RunConfig, host: Host) -> LaunchPlan:
     path, files, hosts = _hostfile(str(config["mpirun_hostfile"]), local)
     several = int(config["num_machines"] or 1) > 1
     if several:
-        address = config["main_process_ip"] or (hosts[0] if hosts else None)
+        address = main_address(config) or (hosts[0] if hosts else None)
         if not address:
             raise cluster_conflicts.empty_hostfile(config)
-        rendezvous = Rendezvous(str(address), int(config["main_process_port"] or DEFAULT_PORT))
+        rendezvous = Rendezvous(address, int(config["main_process_port"] or DEFAULT_PORT))
     else:
         rendezvous = local_rendezvous(config, host)
     values = worker_environment(config, host, local, here=not several)
@@ -154,20 +164,34 @@ def _hostfile(given: str, slots: int) -> tuple[str, dict[str, str], list[str]]:
     """Return the path of the hostfile, the content of one that is to be written, and its hosts.
 
     Raises:
-        ConfigurationError: It is neither a file nor a list of hosts.
+        ConfigurationError: It is neither a file nor a list of hosts, or names what is no host.
     """
     try:
         path = Path(given).expanduser()
-        text = path.read_text() if path.is_file() else None
+        text = read_limited(path, MOST_OF_HOSTFILE).decode() if path.is_file() else None
+    except ConfigurationError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # the last two for a home of nobody, and for what is no text
         raise cluster_conflicts.unreadable_hostfile(given, error) from error
     if text is not None:
-        lines = [line.split("#")[0].strip() for line in text.splitlines()]
-        return str(path), {}, [line.split()[0].split(":")[0] for line in lines if line]
+        return str(path), {}, _read_hosts(path, text)
     if "/" in given or given.endswith((".txt", ".hosts")) or given == "hostfile":
         raise cluster_conflicts.missing_hostfile(given)
     hosts = [host.strip() for host in given.split(",") if host.strip()]
+    for host in hosts:
+        check_machine(host, f"mpirun_hostfile={shown(given)}")
     return f"{FILES}/hostfile", {"hostfile": "".join(f"{host} slots={slots}\n" for host in hosts)}, hosts
+
+
+def _read_hosts(path: Path, text: str) -> list[str]:
+    """Return the hosts of a file that mpirun reads itself, and takes to ssh."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            check_machine(words[0], f"{path}:{number}")
+            hosts.append(words[0].split(":")[0])
+    return hosts
 
 
 MPI = Launcher("MPI", _accepts, _plan)

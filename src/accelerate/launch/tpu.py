@@ -17,7 +17,7 @@ from accelerate.config.sections.launch import ParadigmOptions, ResourceOptions, 
 from accelerate.config.sections.registry import LaunchOption, options
 from accelerate.devices.xla import PJRT_DEVICE, USE_SPMD, XLA, asked_kind, uses_spmd
 from accelerate.launch.entry_point import WHOLE_SCRIPT, choose_entry_point
-from accelerate.launch.host import Host
+from accelerate.launch.host import Host, check_machine
 from accelerate.launch.plan import (
     FAILURE_FOLDER,
     FILES,
@@ -254,6 +254,9 @@ def _plan_pod(config: RunConfig, host: Host) -> LaunchPlan:
     """Let gcloud run this launcher on every machine of a pod."""
     conflicts.check_tpu_pod(config)
     names = [str(name) for name in config["vm"] or (config["tpu_name"],)]
+    for name in names:
+        option = "vm" if config["vm"] else "tpu_name"
+        check_machine(name, f"{option} ({config.origin(option)})")
     zone = ("--zone", str(config["tpu_zone"])) if config["tpu_zone"] else ()
     if not zone and not host.environment.get(_ZONE_OF_GCLOUD):
         raise ConfigurationError(

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from accelerate._base.untrusted import can_be_path, number_in
+
 HIDDEN = "."
 """How the names of files and folders begin that are being written or removed."""
 PARTIAL = ".partial-"
@@ -27,6 +29,9 @@ PARTIAL = ".partial-"
 _SECONDS_WITHOUT_CHANGE = 3600.0
 """What an owner that cannot be seen from here has not changed for so long counts as abandoned."""
 _PROC = Path("/proc")
+_LARGEST_PROCESS = 2**31 - 1
+_LARGEST_TICK = 2**63 - 1
+_MOST_OF_A_NAME = 255
 
 
 # --- owners -----------------------------------------------------------------------------------------------------------
@@ -55,11 +60,20 @@ class Owner:
 
     @classmethod
     def parse(cls, tag: str) -> Owner:
-        """Return the owner that a tag names; those of earlier releases have a host and a number."""
+        """Return the owner that a tag names; those of earlier releases have a host and a number.
+
+        Raises:
+            ValueError: If it names no process that a system can have, or cannot stand in the name of a file.
+        """
         host, _, rest = tag.rpartition("-")
         process, _, more = rest.partition(".")
         started, _, place = more.partition(".")
-        return cls(host, int(process), int(started) if started else None, place or None)
+        number, tick = number_in(process, _LARGEST_PROCESS), number_in(started, _LARGEST_TICK)
+        if number is None or (started and tick is None):
+            raise ValueError("the tag names no process")
+        if len(tag) > _MOST_OF_A_NAME or "/" in tag or "\\" in tag or not can_be_path(tag):
+            raise ValueError("the tag is no name")
+        return cls(host, number, tick, place or None)
 
     @property
     def tag(self) -> str:
@@ -266,7 +280,10 @@ def remove_abandoned(
             is_ours = claimed is not None and (
                 parent == claimed or path.name.startswith(f"{HIDDEN}{claimed.name}{mark}")
             )
-            owner = Owner.parse(match[1])
+            try:
+                owner = Owner.parse(match[1])
+            except ValueError:  # a number that no process has: the name is not of ours
+                continue
             if owner.process == os.getpid() and owner.is_alive():
                 is_abandoned = own_folders and path.is_dir() and path not in _stages()
             else:

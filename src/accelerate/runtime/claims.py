@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from accelerate._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.untrusted import parse_json, read_limited
 from accelerate.runtime.atomic import HIDDEN, Owner, atomic_file, remove_abandoned
 
 _LOG = logging.getLogger(__name__)
@@ -31,6 +33,9 @@ _SECONDS_OF_SILENCE = 60.0
 _SECONDS_TO_DIE = 5.0
 """A holder that can be seen gets this time: its successor may be here before it has ended."""
 _SECONDS_BETWEEN_LOOKS = 0.1
+_MOST_BYTES = 10_000
+"""Of a claim or a pulse: what is longer was not written here."""
+_RUN = re.compile(r"[0-9a-f]{1,32}")
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,24 @@ class Holder:
 
     @classmethod
     def read(cls, file: Path) -> Holder | None:
-        """Return what a claim says, None if there is none."""
+        """Return what a claim says, None if there is none.
+
+        Raises:
+            CheckpointError: If something else is in its place.
+        """
         try:
-            facts = json.loads(file.read_text(encoding="utf-8"))
-            return cls(Owner.parse(facts["owner"]), str(facts["run"]))
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, AttributeError):
+            facts = parse_json(read_limited(file, _MOST_BYTES))
+            owner, run = Owner.parse(facts["owner"]), facts["run"]
+            return cls(owner, run) if _RUN.fullmatch(run) else cls(None)
+        except OSError as error:
+            if file.is_symlink() and not file.exists():
+                raise _no_claim(file, "a link that leads nowhere") from error
+            if isinstance(error, FileNotFoundError):
+                return None
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, ConfigurationError) and file.exists() and not file.is_file():
+                raise _no_claim(file, "a folder, a pipe, a socket or a device") from error
             return cls(None)
 
     def to_json(self) -> str:
@@ -71,9 +87,16 @@ class Holder:
         """Return what changes as long as the holder lives."""
         found = []
         for entry in (file,) if self.owner is None else (file, self.pulse_beside(file)):
-            with suppress(FileNotFoundError):
-                found.append(entry.read_bytes())
+            with suppress(FileNotFoundError, ConfigurationError):  # what is no file, or too long, is no sign
+                found.append(read_limited(entry, _MOST_BYTES))
         return found
+
+
+def _no_claim(file: Path, kind: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(file)!r} is {kind}, and a file that says who saves into the folder is expected there. No run of this library "
+        "makes it so. Remove it, or save into another folder."
+    )
 
 
 class Claims:
@@ -113,7 +136,7 @@ class Claims:
         """Give up claims; what another process has taken over meanwhile is left to it."""
         for file in files:
             self.files.discard(file)
-            with suppress(OSError):
+            with suppress(OSError, CheckpointError):
                 if Holder.read(file) == self.holder:
                     file.unlink()
         if not self.files and self._thread is not None:
@@ -142,7 +165,7 @@ def claim(folder: Path) -> None:
     """Claim a folder for this process until it ends or `release` is called; a second time changes nothing.
 
     Raises:
-        CheckpointError: If a process holds it that lives.
+        CheckpointError: If a process holds it that lives, or something else is in the place of the claim.
     """
     try:
         _claim(folder)
@@ -197,7 +220,7 @@ def other_run(folder: Path) -> Owner | None:
     file = _file_of(folder)
     holder = None
     if file not in _own().shared:
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):  # whoever writes is told
             holder = Holder.read(file)
     if holder is None or holder.owner is None or holder.owner.is_alive() is False:
         return None
@@ -268,9 +291,10 @@ def _create(file: Path, holder: Holder) -> bool:
 def _remove_dead(parent: Path) -> None:
     """Remove what processes of this machine have left that were killed."""
     for file in parent.glob(f"{HIDDEN}*{CLAIM}"):
-        holder = Holder.read(file)
-        if holder is not None and holder.owner is not None and holder.owner.is_alive() is False:
-            file.unlink(missing_ok=True)
+        with suppress(CheckpointError, OSError):  # those of other folders, and of other users, do not matter here
+            holder = Holder.read(file)
+            if holder is not None and holder.owner is not None and holder.owner.is_alive() is False:
+                file.unlink(missing_ok=True)
     remove_abandoned(parent, PULSE)
 
 

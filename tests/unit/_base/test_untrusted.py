@@ -87,11 +87,13 @@ def test_shapes_are_those_that_a_machine_can_address() -> None:
 
 
 def test_values_are_shown_briefly() -> None:
-    nested: list[Any] = []
+    nested, shared = list[Any](), list[Any]()
     for _ in range(5000):
-        nested = [nested]
+        nested, shared = [nested], [shared, shared]
     assert shown("a") == "'a'"
-    assert shown(nested) == "a value of type list"
+    assert shown([1, {"a": (2,)}]) == "[1, {'a': (2,)}]"
+    assert shown(nested) == "[[[[[...]]]]]"
+    assert len(shown(shared)) < 300
     assert shown(10**5000) == "a value of type int"
     assert len(shown("x" * 10000)) < 300
     assert [first_line(error) for error in (ValueError("a.\nb"), KeyError())] == ["a", "KeyError"]

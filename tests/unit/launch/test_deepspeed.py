@@ -85,7 +85,13 @@ def test_decisions_about_machines_are_said() -> None:
             {"deepspeed_hostfile": "nowhere"},
             r"'nowhere' \(flag --deepspeed_hostfile\) does not exist.*Write a file",
         ),
-        (None, {"deepspeed_hostfile": "."}, r"deepspeed_hostfile='\.' .*cannot be read \(.*Is a directory"),
+        (None, {"deepspeed_hostfile": "."}, r"deepspeed_hostfile='\.' .*cannot be read \('\.' is a folder"),
+        (None, {"deepspeed_hostfile": "/dev/zero"}, r"cannot be read \('/dev/zero' is a pipe, a socket or a device"),
+        (None, {"deepspeed_hostfile": "~nobody-of-this-name/x"}, r"cannot be read \(.*home"),
+        ("#" * 1_000_001, {}, r"cannot be read \('hosts' has 1000001 bytes, and a text of up to 1000000 is expected"),
+        ("".join(f"m{i} slots=10000\n" for i in range(200)), {}, r"hosts:101: up to this line .*gives 1010000 slots"),
+        ("a slots=4\n-oProxyCommand=x slots=1\n", {}, r"hosts:2: '-oProxyCommand=x' is neither a name nor an address"),
+        ("a;touch slots=1\n", {}, r"hosts:1: 'a;touch' is neither .*no `-` in front\. Write one such as worker-1"),
         ("# nobody\n\n", {}, r"deepspeed_hostfile='hosts' .* names no machine\. Write a line such as"),
         ("a slots=4\nb\n", {}, r"hosts:2: 'b' is not a machine with a number of slots.*Write a line such as"),
         ("a slots=0\n", {}, r"hosts:1: 'a slots=0' is not a machine"),
@@ -139,6 +145,30 @@ def test_a_launcher_that_reaches_machines_needs_a_hostfile(starter: str) -> None
             deepspeed_multinode_launcher=starter,
             deepspeed_inclusion_filter="a",
         )
+
+
+@pytest.mark.parametrize("name", ["worker_1", "10.0.0.1", "fe80::1", "a.b-c.example.com.", "me@worker-1"])
+def test_names_and_addresses_of_machines(name: str) -> None:
+    Path("hosts").write_text(f"{name} slots=4\n")
+    assert plan_of().files["hostfile"] == f"{name} slots=4\n"
+
+
+@pytest.mark.parametrize("name", ["-x", "me@-x", "-l@a", "a@b@c", "$(x)", "`x`", "a,b", "a'b", "^file", "x" * 256])
+def test_no_machine_is_an_option_of_ssh_or_more_than_a_word(name: str) -> None:
+    Path("hosts").write_text(f"{name} slots=4\n")
+    with pytest.raises(ConfigurationError, match=r"hosts:1: .*is neither a name nor an address of a machine"):
+        plan_of()
+
+
+@pytest.mark.parametrize("starter", ["pdsh", "nossh", "openmpi"])
+def test_no_shell_reads_a_command_in_the_main_address(starter: str) -> None:
+    given: dict[str, Any] = {"deepspeed_multinode_launcher": starter, "num_machines": 2, "machine_rank": 0}
+    told = r"main_process_ip='x;touch y;' \(file\) is neither a name nor an address.*Write --main_process_ip"
+    with pytest.raises(ConfigurationError, match=told):
+        plan_of(file={"main_process_ip": "x;touch y;"}, **given)
+    for address in ("10.0.0.1", "fe80::1", "fe80::1%eth0", "node_1"):
+        plan = plan_of(main_process_ip=address, **given)
+        assert address in (*plan.argv, *plan.environment.values())
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------

@@ -198,6 +198,8 @@ def test_machines(given: dict[str, Any], backend: str, endpoint: str, configs: d
         ({"machine_rank": 2}, "machine_rank=2 .* is not a place among num_machines=2"),
         ({"machine_rank": 0, "main_process_ip": None}, "Add --main_process_ip"),
         ({"machine_rank": 0, "num_processes": 7}, "Write --num_processes 6"),
+        ({"machine_rank": 0, "main_process_ip": "a b"}, "main_process_ip='a b' .*is neither a name nor an address"),
+        ({"machine_rank": 0, "main_process_ip": "[::1]"}, "such as 10.0.0.1, fe80::1 or worker-1"),
     ],
 )
 def test_machines_that_cannot_meet(given: dict[str, Any], message: str) -> None:
@@ -253,6 +255,28 @@ def test_mpirun_that_is_not_there() -> None:
         plan_of(cpu=True, mpirun_hostfile="missing/hosts")
     with pytest.raises(ConfigurationError, match="neither Open MPI nor MPICH"):
         plan_of(facts={"mpi_version": lambda program: "my own"}, cpu=True, mpirun_hostfile="a")
+
+
+def test_a_store_in_a_file_is_no_machine() -> None:
+    given = {"rdzv_backend": "c10d", "rdzv_conf": "store_type=file", "main_process_ip": "/shared/store"}
+    agent = plan_of(machine_rank=0, **(MACHINES | given)).elastic
+    assert agent is not None
+    assert agent.rdzv_endpoint == "/shared/store:29500"
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "me@-x", "a;touch", "a#;touch"])
+def test_no_host_of_mpirun_is_an_option_of_ssh(name: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"node-a:2\n# {name}\n{name} slots=2\n")
+    for given, place in (("hosts", "hosts:3"), (f"node-a,{name}", f"mpirun_hostfile='node-a,{name}'")):
+        with pytest.raises(ConfigurationError, match=f"{place}: '{name}' is neither a name nor an address"):
+            plan_of(cpu=True, num_processes=4, num_machines=2, mpirun_hostfile=given)
+
+
+def test_a_hostfile_of_mpirun_is_not_read_without_end(tmp_path: Path) -> None:
+    with (tmp_path / "hosts").open("wb") as file:
+        file.truncate(2**40)  # it takes no room on the disk
+    with pytest.raises(ConfigurationError, match="'hosts' has 1099511627776 bytes"):
+        plan_of(cpu=True, num_processes=4, num_machines=2, mpirun_hostfile="hosts")
 
 
 def test_a_hostfile_without_a_host(tmp_path: Path) -> None:

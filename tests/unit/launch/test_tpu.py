@@ -329,6 +329,10 @@ def test_named_machines_are_reached_at_the_same_time() -> None:
         ({"vm": ["a"]}, "the zone of a was not given, without which gcloud does not find it. Add tpu_zone to the"),
         ({"file": {"tpu_name": "pod"}}, "or set CLOUDSDK_COMPUTE_ZONE"),
         (
+            {"file": {"tpu_name": "--ssh-flag=x", "tpu_zone": "z"}},
+            "tpu_name (file): '--ssh-flag=x' is neither a name nor an address of a machine",
+        ),
+        (
             {"file": POD, "env": ["A"]},
             "env='A' (flag --env) is no variable for the machines of the pod. Write --env NAME=",
         ),

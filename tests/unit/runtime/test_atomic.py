@@ -63,6 +63,9 @@ def test_a_process_is_known_by_its_number_and_its_beginning(running: Owner, ende
     assert Owner.parse(f"{here.host}-{ended.process}").is_alive() is False
     assert Owner.parse(f"{here.host}-{running.process}").is_alive() is None
     assert Owner.parse("far-away-12") == Owner("far-away", 12)
+    for tag in ("far-away", f"{here.host}-{2**31}", f"a-1.{'9' * 30}.0", "a-1.x.0", "a/b-1", "a\\b-1", "a\0-1"):
+        with pytest.raises(ValueError, match="the tag"):
+            Owner.parse(tag)
     assert Owner("far-away", running.process).is_alive() is None
 
 
@@ -138,6 +141,12 @@ def test_what_stands_still_elsewhere_is_abandoned(tmp_path: Path, monkeypatch: p
     (busy / "deeper" / "file").write_text("more")
     atomic.remove_abandoned(tmp_path)
     assert [still.exists(), busy.exists()] == [False, True]
+
+
+def test_a_name_with_a_number_that_no_process_has_is_left(tmp_path: Path) -> None:
+    left = left_by(tmp_path, f"{Owner.this_process().host}-{'9' * 23}")
+    atomic.remove_abandoned(tmp_path, claimed=tmp_path)
+    assert left.exists()
 
 
 def test_in_a_claimed_folder_nobody_else_writes(tmp_path: Path, running: Owner) -> None:

@@ -146,11 +146,71 @@ def test_a_holder_elsewhere_whose_pulse_stands_still_is_dead(tmp_path: Path, imp
     claims.check(tmp_path / "state")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"owner": "nobody", "run": 1}', '{"owner": 1, "run": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            "",
+            "{",
+            "[]",
+            '{"owner": "nobody", "run": 1}',
+            '{"owner": 1, "run": 1}',
+            "[" * 9000,
+            "9" * 9000,
+            "x" * 10_001,
+        ),
+        f'{{"owner": "{Owner.this_process().host}-{2**31}", "run": "0"}}',
+        *(f'{{"owner": "a-1.{"9" * 30}.0", "run": "0"}}', '{"owner": "a/b-1", "run": "0"}'),
+        *('{"owner": "a\\u0000b-1", "run": "0"}', '{"owner": "\\ud800-1", "run": "0"}'),
+        *(f'{{"owner": "{"x" * 300}-1", "run": "0"}}', f'{{"owner": "a-1", "run": "{"0" * 300}"}}'),
+        *('{"owner": "a-1.1.b", "run": "../../x"}', '{"owner": "a-1.1.b", "run": 1}'),
+    ],
+    ids=len,
+)
 def test_a_claim_that_was_cut_is_nobodys(tmp_path: Path, impatient: None, content: str) -> None:
     claims._file_of(tmp_path / "state").write_text(content)
     claims.claim(tmp_path / "state")
     claims.check(tmp_path / "state")
+
+
+def make_special(path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "dangling": "nowhere/x", "loop": path.name}[kind])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "dangling", "loop"])
+def test_a_claim_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    file = claims._file_of(tmp_path / "state")
+    make_special(file, kind)
+    with pytest.raises(CheckpointError, match=rf"'{file}' is a .*is expected there.*Remove it, or save into another"):
+        claims.claim(tmp_path / "state")
+    assert claims.other_run(tmp_path / "state") is None
+    # The neighbours of such a claim do not mind it.
+    claims.claim(tmp_path / "other")
+    claims.check(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "dangling"])
+def test_a_pulse_that_is_no_file_is_no_sign_of_life(tmp_path: Path, impatient: None, kind: str) -> None:
+    written_by(tmp_path / "state", elsewhere(), None)
+    make_special(elsewhere().pulse_beside(claims._file_of(tmp_path / "state")), kind)
+    claims.claim(tmp_path / "state")
+    claims.check(tmp_path / "state")
+
+
+def test_a_claim_that_becomes_no_file_can_be_given_up(tmp_path: Path) -> None:
+    claims.claim(tmp_path / "state")
+    file = claims._file_of(tmp_path / "state")
+    file.unlink()
+    make_special(file, "pipe")
+    with pytest.raises(CheckpointError, match="Remove it"):
+        claims.check(tmp_path / "state")
+    claims.release()
+    assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
 
 
 def test_a_claim_that_changes_hands_while_one_waits_is_looked_at_again(
