@@ -269,6 +269,11 @@ HOSTS = [
 ]
 FILTERS = ["one", "one:0", "one:0,1@two", "two:9", "@", "one:" + "9" * 5000, ":", "one:-1", "one:٣"]
 LISTS = ["4(x2),3", "4(x99999999999)", "1(x1000001)", "(x2)", "gpu[003-005,9],login", "[", "a[1", "9" * 5000, "a,b", ""]
+CLAIMS = [
+    {"host": "far-away", "process": 7, "owner": "far-away-7.5.0123abcd", "run": "feed0001"},
+    {"owner": "here-99.5.0123abcd", "run": "0123abcd"},
+    {"owner": "a-b-c-1.0.None", "run": "0"},
+]
 SIZES = ["5GB", "1.5GiB", "-1KB", "9" * 400 + "TB", "1e5MB", " 3 kb ", "٣GB", "GB", "5"]
 DEEPSPEED = [
     {"zero_optimization": {"stage": 2}, "train_batch_size": 8, "gradient_accumulation_steps": 1},
@@ -448,6 +453,7 @@ INPUTS: dict[str, Callable[[], st.SearchStrategy[bytes]]] = {
     "slurm_lists": lambda: lines_of(*LISTS),
     "hostfile": lambda: st.tuples(lines_of(*HOSTS), lines_of("", *FILTERS)).map(b"\0".join),
     "mpi_hostfile": lambda: lines_of(*HOSTS),
+    "claim_file": lambda: json_of(*CLAIMS),
     "file_size": lambda: lines_of(*SIZES),
     "deepspeed_config": lambda: json_of(*DEEPSPEED),
     "weight_index": lambda: json_of(*INDEXES),

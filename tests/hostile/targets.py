@@ -231,6 +231,20 @@ def mpi_hostfile(data: bytes, folder: Path) -> None:
     in_turn(lambda: mpi._hostfile(str(path), 2), lambda: mpi._hostfile(text.replace("/", ""), 2))
 
 
+def claim_file(data: bytes, folder: Path) -> None:
+    """Read who has claimed a folder; what was cut is nobody's."""
+    from accelerate.runtime import claims
+
+    file = folder / ".state.accelerate-claim"
+    file.write_bytes(data)
+    holder = claims.Holder.read(file)
+    claims.other_run(folder / "state")
+    if holder is None or holder.owner is None:
+        raise ConfigurationError("The claim is nobody's.")
+    holder.owner.is_alive()
+    holder.signs_of_life(file)
+
+
 def file_size(data: bytes, folder: Path) -> None:
     from accelerate.offload.memory import convert_file_size_to_int
     from accelerate.offload.places import lookup, prefixes
@@ -466,6 +480,7 @@ TARGETS: dict[str, Target] = {
         progress,
         shard_description,
         shard_file,
+        claim_file,
         indexed_data,
     )
 }

@@ -10,7 +10,7 @@ from tests.support.processes import run_group
 from tests.support.training import fresh_accelerator
 from torch.utils import backend_registration
 
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, infer_auto_device_map
 from accelerate._base.errors import ConfigurationError
 from accelerate.devices import registry
 from accelerate.utils import DistributedType, release_memory, set_seed
@@ -53,6 +53,9 @@ def check_recognised(has_own_module: bool, folder: Path) -> None:
     drawn = torch.rand(3)
     accelerator.load_state(folder / "checkpoint")
     assert torch.equal(torch.rand(3), drawn)
+    # It does not say how much memory is free.
+    with pytest.raises(ConfigurationError, match=r"warp:0 does not say .*max_memory="):
+        infer_auto_device_map(torch.nn.Linear(2, 2))
     # The helper brings no operators: torch says so, and what a program keeps on the CPU works.
     with pytest.raises(NotImplementedError, match="from the 'warp' backend"):
         accelerator.prepare(torch.nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate._base.enums import CustomDtype
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.untrusted import shown
+from accelerate._base.untrusted import first_line, shown
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.offload.places import DISK, HOST
@@ -214,7 +214,13 @@ def _free_memory(backend: DeviceBackend) -> dict[int | str, int]:
 
 def _free_on(backend: DeviceBackend, index: int) -> int:
     query = getattr(backend.module, "mem_get_info", None) or torch.accelerator.get_memory_info
-    return int(query(index)[0])
+    try:
+        return int(query(index)[0])
+    except RuntimeError as error:  # a device that torch learned from outside may not say
+        raise ConfigurationError(
+            f"{backend.type}:{index} does not say how much memory is free on it ({first_line(error)}). Give the limits "
+            f'yourself: max_memory={{{index}: "10GB", "cpu": "20GB"}}.'
+        ) from error
 
 
 def free_memory_of(device: torch.device, host: int) -> int:
