@@ -370,6 +370,7 @@ def _checkpoint(folder: Path) -> Path:
 def manifest(data: bytes, folder: Path) -> None:
     from accelerate.checkpointing.catalog import inspect, newest_valid, surplus, verify
     from accelerate.checkpointing.manifest import Manifest
+    from accelerate.checkpointing.run_parts import _window_files
     from accelerate.commands.checkpoints import _age
 
     checkpoint = _checkpoint(folder)
@@ -380,7 +381,9 @@ def manifest(data: bytes, folder: Path) -> None:
     surplus([info], 1)
     _age(-info.created)
     assert (checkpoint.parent / CANARY).read_text() == CANARY
-    Manifest.read(checkpoint)
+    found = Manifest.read(checkpoint)
+    if found is not None:
+        _window_files(checkpoint, found.world_size)
 
 
 def pending_manifest(data: bytes, folder: Path) -> None:

@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import save_file
 from tests.support.checkpoints import write_checkpoint
 from torch import nn
 
-from accelerate import disk_offload, dispatch_model, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from accelerate import Accelerator, disk_offload, dispatch_model, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate._base.errors import AccelerateError, CheckpointError, ConfigurationError
 from accelerate.checkpointing.catalog import catalog, inspect, newest_valid
 from accelerate.checkpointing.files import FileRecord
 from accelerate.checkpointing.manifest import Manifest, finish_publish
+from accelerate.checkpointing.state_folder import save_accelerator_state, save_custom_state
 from accelerate.commands.estimate_source import find_model
 from accelerate.offload.store import OffloadedWeightsLoader, checkpoint_files, offload_state_dict, offload_weight
 from accelerate.offload.weight_files import find_weight_files, save_offload_index
+from accelerate.strategies.deepspeed.checkpoint import _Reader, _to_universal
 
 OUTSIDE = ["../x", "a/../../x", "/x", "//server/x", "..\\x", "a\\..\\..\\x", "C:\\x", "C:x", "\\x", "..", "sub/.."]
 NO_NAMES = ["", ".", "./", "a\0b", "\ud800", None, 3, ["a"], {}]
@@ -200,15 +203,16 @@ class TestManifests:
         after = {path: entry for path, entry in tree(surroundings).items() if "checkpoint_1" not in path}
         assert after == before
 
-    @pytest.mark.parametrize("side", ["old", "new", "source", "pending"])
+    @pytest.mark.parametrize("side", ["old", "new", "source", "pending", "pending without files"])
     def test_files_are_not_moved_or_removed_through_links(self, side: str, surroundings: Path) -> None:
         folder = surroundings / "inside" / "state"
         write_checkpoint(folder, {"a": "one"})
         content = json.loads((folder / "manifest.json").read_text())
         del content["checksum"]  # whoever changes a manifest would make it anew
         hostile = {**content, "files": [{"name": "link/x", "size": 4, "checksum": "x"}]}
-        if side == "pending":
-            (surroundings / "other" / "manifest.json").write_text(json.dumps(content))
+        if side.startswith("pending"):
+            listed = content["files"] if side == "pending" else []
+            (surroundings / "other" / "manifest.json").write_text(json.dumps({**content, "files": listed}))
             (surroundings / "other" / "a").write_text("mine")
             (folder / ".sealed").symlink_to(surroundings / "other")
         else:
@@ -236,6 +240,87 @@ class TestManifests:
         (broken / "a").unlink()
         (broken / "a" / "sub").mkdir(parents=True)
         assert [info.is_valid for info in catalog(tmp_path)] == [True, False]
+
+
+class TestDirectWriters:
+    def test_files_are_not_written_through_links(self, surroundings: Path) -> None:
+        inside = surroundings / "inside"
+        (inside / "custom_checkpoint_0.pkl").symlink_to(surroundings / "x")
+        (inside / "random_states_0.pkl").symlink_to(surroundings / "new")
+        before = {path: entry for path, entry in tree(surroundings).items() if not path.startswith("inside")}
+        Accelerator(cpu=True)
+        save_custom_state(torch.optim.SGD([torch.ones(1)], lr=1.0), inside)
+        save_accelerator_state(inside, [], [], [], [], 0, 0)
+        assert {path: entry for path, entry in tree(surroundings).items() if not path.startswith("inside")} == before
+
+
+class TestWeightsOfDeepSpeed:
+    """DeepSpeed makes paths and patterns of the names of weights when it converts files."""
+
+    PLACES = ("module", "param_shapes", "groups of param_shapes", "param_slice_mappings")
+
+    def files(self, folder: Path, name: str, place: str, **more: Any) -> Path:
+        """Write the files of an engine, with one weight of this name."""
+        usual = {where: name if where == place else "weight" for where in self.PLACES}
+        values, shape = torch.zeros(4), torch.Size([4])
+        # A list of groups, as ZeRO 1 to 3 write it; and the one group of older ones.
+        shapes: Any = [{usual["groups of param_shapes"]: shape}]
+        if place == "param_shapes":
+            shapes = {name: shape}
+        source = folder / "step1"
+        source.mkdir()
+        torch.save(
+            {
+                "ds_config": {"zero_optimization": {"stage": 1}},
+                "dp_world_size": 1,
+                "iteration": 1,
+                "param_shapes": shapes,
+                "module": {usual["module"]: values},
+                **more,
+            },
+            source / "mp_rank_00_model_states.pt",
+        )
+        adam = {"exp_avg": values, "exp_avg_sq": values, "step": 1}
+        optimizer = {
+            "zero_stage": 1,
+            "partition_count": [1],
+            "group_paddings": [0],
+            "param_slice_mappings": [{usual["param_slice_mappings"]: fragment_address(start=0, numel=4)}],
+            "base_optimizer_state": {"state": {0: adam}, "param_groups": [{}]},
+            "single_partition_of_fp32_groups": [values],
+        }
+        torch.save({"optimizer_state_dict": optimizer}, source / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        return source
+
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("name", ["../../other/x", "{outside}", "a\\..\\..\\x", "", 3, ".*.*.*.*.*x", "a[b]"])
+    def test_they_stay_in_the_folder_of_the_conversion(self, place: str, name: Any, surroundings: Path) -> None:
+        if name == "{outside}":
+            name = str(surroundings / "other" / "x")
+        source = self.files(surroundings / "inside", name, place)
+        before = tree(surroundings)
+        with pytest.raises(CheckpointError, match=r"_states\.pt' names the (file|weight)"):
+            _to_universal(source, surroundings / "out", _Reader())
+        shutil.rmtree(surroundings / "out")
+        assert tree(surroundings) == before
+
+    def test_others_are_converted(self, tmp_path: Path) -> None:
+        _to_universal(self.files(tmp_path, "", "nowhere"), tmp_path / "out", _Reader())
+        assert (tmp_path / "out" / "universal" / "zero" / "weight" / "exp_avg.pt").is_file()
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest_universal", "universal"]
+
+    @pytest.mark.parametrize("pattern", ["(a+)+b", ".*.*.*x"])
+    def test_patterns_that_take_for_ever_are_refused(self, pattern: str, tmp_path: Path) -> None:
+        info: dict[str, Any] = {"tp_replicated_parameter_patterns": [pattern]}
+        info["itself"] = info
+        source = self.files(tmp_path, "", "nowhere", universal_checkpoint_info=info)
+        with pytest.raises(CheckpointError, match="may take for ever"):
+            _to_universal(source, tmp_path / "out", _Reader())
+
+    def test_experts_whose_files_are_named_in_files_are_refused(self, tmp_path: Path) -> None:
+        source = self.files(tmp_path, "", "nowhere", ds_autoep_layers=[{"moe_layer_id": "/../../x"}])
+        with pytest.raises(CheckpointError, match="AutoEP"):
+            _to_universal(source, tmp_path / "out", _Reader())
 
 
 def test_hostile_folders_leave_their_surroundings_as_they_were(surroundings: Path) -> None:

@@ -345,6 +345,32 @@ class TestDeepSpeed:
         part.read(tmp_path, LoadOptions(load_kwargs={"weights_only": False}))
         assert target.is_dir()
 
+    @pytest.mark.parametrize(
+        "name", ["a/mp_rank_00_model_states.pt", "a/zero_pp_rank_0_mp_rank_00_optim_states.pt", "layer_a.pt"]
+    )
+    def test_files_that_deepspeed_would_find_by_itself_are_not_read(self, tmp_path: Path, name: str) -> None:
+        target = tmp_path / "made by a pickle"
+        usual = {"ds_config": {"zero_optimization": {"stage": 1}}, "dp_world_size": 2}
+        part = self.part(tmp_path, "step1", usual)
+        part.engine.zero_optimization_stage = lambda: 1
+        source = tmp_path / "pytorch_model" / "step1"
+        torch.save({"optimizer_state_dict": {}}, source / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        (source / name).parent.mkdir(exist_ok=True)
+        torch.save({"evil": Malicious(target)}, source / name)
+        Accelerator(cpu=True)
+        with pytest.raises(CheckpointError, match="DeepSpeed cannot convert it"):
+            part.read(tmp_path, LoadOptions())
+        assert not target.exists()
+        assert sorted(path.name for path in tmp_path.parent.iterdir() if path.name.startswith(".universal-")) == []
+
+    @pytest.mark.parametrize(
+        "states", [5, {"ds_config": 5}, {"ds_config": {"zero_optimization": {"stage": "x"}}, "dp_world_size": 2}]
+    )
+    def test_files_that_say_nothing_are_a_clear_error(self, tmp_path: Path, states: Any) -> None:
+        part = self.part(tmp_path, "step1", states)
+        with pytest.raises(CheckpointError, match="does not say which stage of ZeRO"):
+            part.read(tmp_path, LoadOptions())
+
     @pytest.mark.parametrize("tag", ["../elsewhere", "/etc", "..", "", "step1/../../elsewhere"])
     def test_the_latest_files_are_beside_the_name_of_them(self, tmp_path: Path, tag: str) -> None:
         part = self.part(tmp_path, tag, {"ds_config": {}})

@@ -16,7 +16,6 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,11 +28,12 @@ from accelerate._base import pages
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import check_regular, is_whole, path_inside, shown
 from accelerate.offload.safetensors_format import write_safetensors
-from accelerate.runtime.atomic import sync
+from accelerate.runtime.atomic import partial_name, remove_abandoned, sync
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from typing_extensions import Self
 
 T = TypeVar("T")
 _COLUMNS, _ROWS = 509, 64
@@ -210,10 +210,11 @@ class FolderWriter:
         self._summing = WorkerThread("accelerate-checksum")
         self._syncing = WorkerThread("accelerate-fsync")
         self._records: list[Future[FileRecord]] = []
+        remove_abandoned(path)
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Write a flat mapping of tensors as safetensors."""
-        with closing(_SummedFile(self.path / name, self._summing)) as file:
+        with _SummedFile(self.path / name, self._summing) as file:
             write_safetensors(file, tensors, metadata)
         self._sync(name, file)
 
@@ -225,7 +226,7 @@ class FolderWriter:
         """
         import torch  # not above: `accelerate checkpoints` reads records without it
 
-        with closing(_SummedFile(self.path / name, self._summing)) as file:
+        with _SummedFile(self.path / name, self._summing) as file:
             try:
                 # A file object lets other threads run while it writes; torch's own writer of paths does not.
                 torch.save(value, cast("Any", file))
@@ -244,7 +245,7 @@ class FolderWriter:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text."""
-        with closing(_SummedFile(self.path / name, self._summing)) as file:
+        with _SummedFile(self.path / name, self._summing) as file:
             file.write(text.encode())
         self._sync(name, file)
 
@@ -267,7 +268,10 @@ class FolderWriter:
 
 
 class _SummedFile:
-    """A file that sums what is written to it."""
+    """A file that sums what is written to it, and takes the place of another when its block ends well.
+
+    What is at its place is never opened: a link there may lead anywhere.
+    """
 
     def __init__(self, path: Path, thread: WorkerThread) -> None:
         self.path = path
@@ -276,7 +280,20 @@ class _SummedFile:
         self.error: OSError | None = None
         self._thread = thread
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+        self._partial = path.with_name(partial_name(path.name))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        self._descriptor = os.open(self._partial, flags, 0o666)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        os.close(self._descriptor)
+        try:
+            if kind is None:
+                self._partial.replace(self.path)
+        finally:
+            self._partial.unlink(missing_ok=True)
 
     def write(self, data: Any) -> int:
         """Write all of `data`."""
@@ -304,10 +321,6 @@ class _SummedFile:
 
     def flush(self) -> None:
         """Do nothing: nothing is held back."""
-
-    def close(self) -> None:
-        """Close the file; its size and its sum stay."""
-        os.close(self._descriptor)
 
     def synced_record(self, name: str) -> FileRecord:
         """Wait until the file is on the disk, and return its record."""

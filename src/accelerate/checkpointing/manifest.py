@@ -45,6 +45,7 @@ _OWN_FILE = re.compile(
 )
 # The year 9999, after which the calendar of Python has no dates.
 _END_OF_TIME = 253402300800
+_MOST_PROCESSES = 10**6
 _PENDING = f"{atomic.HIDDEN}sealed"
 """The folder of new files that are decided to be the checkpoint, inside the folder of the old one."""
 
@@ -133,6 +134,8 @@ class Manifest:
         for name, number in numbers.items():
             if not is_whole(number):
                 raise ValueError(f"{name}={shown(number)} is no whole number from 0 on")
+        if numbers["world_size"] > _MOST_PROCESSES:
+            raise ValueError(f"world_size={shown(numbers['world_size'])} is more processes than any run has")
         if type(created) not in (int, float) or not 0 <= created < _END_OF_TIME:
             raise ValueError(f"it was made at {shown(created)}, which is no time")
         if not isinstance(versions, dict) or not all(isinstance(text, str) for text in versions.values()):
@@ -208,7 +211,8 @@ def finish_publish(folder: Path) -> None:
     if new is not None:
         files = {record.name for record in new.files}
         stale = _files_of(folder) - files
-        _check_places(folder, [folder / name for name in files | stale] + [source / name for name in files])
+        moved = [source / name for name in (MANIFEST, *files)]
+        _check_places(folder, [folder / name for name in files | stale] + moved)
         # The manifest last: until then the old one says which old files are still to go.
         atomic.move_files(source, folder, files, stale=stale, last=MANIFEST)
     shutil.rmtree(source, ignore_errors=True)

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError, WrongTypeError
-from accelerate._base.untrusted import first_line
+from accelerate._base.untrusted import first_line, shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
 from accelerate.checkpointing.sharded import ShardFolder, is_sharded
 from accelerate.checkpointing.torch_files import allows_pickle, load_in_threads, refusal
+from accelerate.data_loader.progress import check_loader_state
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
@@ -175,6 +176,15 @@ def _broken(path: Path, error: Exception) -> CheckpointError:
         f"{str(path)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. Use "
         "another checkpoint."
     )
+
+
+def _mapping(value: Any, origin: str) -> Mapping[Any, Any]:
+    """Return what a file of a checkpoint holds, if it is a dictionary, as all states are."""
+    if not isinstance(value, Mapping):
+        raise CheckpointError(
+            f"{origin} holds {shown(value)}, and the state of an object is a dictionary: it is broken. Use another checkpoint."
+        )
+    return value
 
 
 def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, Any]:
@@ -333,6 +343,7 @@ class OptimizerPart(ObjectPart):
             saved_state = ShardFolder(shards, options.allows_pickle).read_whole()["optimizer"]
         else:
             saved_state = super().read(folder, options)
+        _check_optimizer(saved_state, repr(str(folder / self.file)))
         state = by_position(saved_state)  # a run that shards saves by the names of parameters
         own_groups: list[dict[str, Any]] = self.optimizer.param_groups
         saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], own_groups))
@@ -348,6 +359,18 @@ class OptimizerPart(ObjectPart):
             if isinstance(entry.get("step"), torch.Tensor):
                 entry["step"] = entry["step"].cpu()
         return state
+
+
+def _check_optimizer(state: Any, origin: str) -> None:
+    """Refuse what is not the state of an optimizer of torch."""
+    found = _mapping(state, origin)
+    groups, held = found.get("param_groups"), found.get("state")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise CheckpointError(f"{origin} has no groups of parameters: it is broken. Use another checkpoint.")
+    for entry in _mapping(held, origin).values():
+        _mapping(entry, origin)
 
 
 def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,6 +394,37 @@ class SchedulerPart(ObjectPart):
     def __init__(self, scheduler: Any, index: int = 0) -> None:
         super().__init__(f"scheduler {index}", indexed(constants.SCHEDULER_NAME, index, ".bin"), scheduler)
 
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        origin = repr(str(folder / self.file))
+        state = _mapping(super().read(folder, options), origin)
+        own = self.held.state_dict()
+        if isinstance(own, Mapping):
+            self._check(state, own, origin)
+        return state
+
+    def _check(self, state: Mapping[Any, Any], own: Mapping[Any, Any], origin: str) -> None:
+        """Refuse values that a scheduler of torch would believe: it makes attributes of whatever it is given."""
+        scheduler = getattr(self.held, "scheduler", self.held)
+        for name, value in state.items():
+            # Other releases may have had other values; none had one in the place of a method, or of the optimizer.
+            is_value = name in own or (isinstance(name, str) and isinstance(getattr(scheduler, name, None), _VALUES))
+            if not is_value or _is_other_kind(own.get(name), value):
+                raise CheckpointError(
+                    f"{origin} holds {shown(name)}: {shown(value)}, which no {type(scheduler).__name__} has: it is of another "
+                    "scheduler, or broken. Build the scheduler as it was when the checkpoint was saved, or use another "
+                    "checkpoint."
+                )
+
+
+_VALUES = (type(None), bool, int, float, str, list, tuple, dict, torch.Tensor)
+
+
+def _is_other_kind(own: Any, saved: Any) -> bool:
+    """Return whether a value cannot stand in the place of another: a text where a number is, or a number for a list."""
+    if isinstance(own, int | float):
+        return isinstance(saved, str | bytes | list | tuple | dict)
+    return isinstance(own, list | tuple) and isinstance(saved, str | bytes | int | float)
+
 
 class ScalerPart(ObjectPart):
     """The gradient scaler of float16 training."""
@@ -384,7 +438,15 @@ class ScalerPart(ObjectPart):
                 "The checkpoint %s is of a run without a gradient scaler: it starts with its own scale.", folder
             )
             return None
-        return super().read(folder, options)
+        origin = repr(str(folder / self.file))
+        state = _mapping(super().read(folder, options), origin)
+        wrong = [name for name in self.held.state_dict() if not isinstance(state.get(name), int | float)]
+        if wrong:
+            raise CheckpointError(
+                f"{origin} holds {wrong[0]}={shown(state.get(wrong[0]))}, and a gradient scaler needs a number: it is broken. "
+                "Use another checkpoint."
+            )
+        return state
 
 
 class LoaderPart:
@@ -445,7 +507,13 @@ class LoaderPart:
         file = next((file for file in files if file.is_file()), None)
         # Random states among it stay in host memory, where torch wants them.
         state = read_torch(file, options, map_location="cpu") if file is not None else None
-        if state is not None and not kind and "epoch" not in state.get("_accelerate", state):
+        if state is None:
+            return None
+        origin = repr(str(file))
+        own = _mapping(state, origin).get("_accelerate", state)
+        if "epoch" in _mapping(own, origin):
+            check_loader_state(own, origin)
+        elif not kind:
             _LOG.warning("%s was written by torchdata's loader alone: it says nothing to %s.", file, self.name)
             return None
         return state

@@ -6,8 +6,8 @@ import hashlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +16,12 @@ import torch
 
 from accelerate._base.constants import RNG_STATE_NAME
 from accelerate._base.errors import CheckpointError
-from accelerate._base.untrusted import parse_json, read_limited
+from accelerate._base.untrusted import is_whole, number_in, parse_json, read_limited, shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import CUSTOM, PROGRESS, WINDOW
 from accelerate.checkpointing.parts import LoadOptions, ObjectPart, Part, Stateful, read_torch
 from accelerate.collectives.rng import set_seed
+from accelerate.data_loader.random_states import check_random_states
 from accelerate.devices.base import DeviceBackend
 from accelerate.parallel.mesh import GradientShare
 from accelerate.runtime.gradient_clock import GradientState
@@ -71,11 +72,18 @@ class ProgressPart(ObjectPart):
         if not path.is_file():
             return None  # a checkpoint of another library
         try:
-            return parse_json(read_limited(path))
+            found = parse_json(read_limited(path))
         except ValueError as error:
             raise CheckpointError(
                 f"{str(path)!r} is not JSON ({error}): it is broken. Use another checkpoint."
             ) from error
+        names = self.held.state_dict()
+        if not isinstance(found, dict) or not all(is_whole(found.get(name)) for name in names):
+            raise CheckpointError(
+                f"{str(path)!r} holds {shown(found)}, and the counters of a run are whole numbers: {', '.join(names)}. Use "
+                "another checkpoint."
+            )
+        return found
 
 
 class WindowCounts(Protocol):
@@ -102,6 +110,70 @@ class HoldsGradients(Protocol):
 
     def set_open_gradients(self, model: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         """Go on with what was summed up."""
+
+
+def _window_files(folder: Path, world_size: int) -> list[Path]:
+    """Return the files of open windows in a checkpoint that so many ranks saved, in their order."""
+    ranks = ((number_in(file.stem.removeprefix(f"{WINDOW}_")), file) for file in folder.glob(f"{WINDOW}_[0-9]*.bin"))
+    return [file for _, file in sorted((rank, file) for rank, file in ranks if rank is not None and rank < world_size)]
+
+
+def read_window(path: Path, options: LoadOptions, **overrides: Any) -> dict[str, Any]:
+    """Return what a rank saved of an open window.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is no window.
+    """
+    found = read_torch(path, options, **overrides)
+    if wrong := next((name for name, is_right in _OF_WINDOWS.items() if not is_right(_entry(found, name))), None):
+        raise CheckpointError(
+            f"{str(path)!r} holds {wrong}={shown(_entry(found, wrong))}, which no accumulation window has: it is broken. Use "
+            "another checkpoint."
+        )
+    payload: dict[str, Any] = found
+    return payload
+
+
+def _entry(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, dict) else None
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        name in _COUNTS and isinstance(count, _COUNTS[name]) for name, count in value.items()
+    )
+
+
+def _is_share(value: Any) -> bool:
+    names = [entry.name for entry in fields(GradientShare)]
+    return (
+        isinstance(value, dict)
+        and {"index", "count"} <= value.keys() <= set(names)
+        and all(map(is_whole, value.values()))
+        and value["count"] > 0
+    )
+
+
+def _are_gradients(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(gradient, torch.Tensor) for name, gradient in value.items()
+    )
+
+
+_COUNTS: dict[Any, Any] = {
+    "length": int,
+    "_backwards": int,
+    "_items": torch.Tensor | None,
+    "_unit": float | None,
+    "_factor": torch.Tensor | float | None,
+}
+"""What is counted in a window, and of what types it is."""
+_OF_WINDOWS: dict[str, Callable[[Any], bool]] = {
+    "window": _are_counts,
+    "is_open": lambda value: isinstance(value, bool),
+    "gradients": _are_gradients,
+    "share": _is_share,
+}
 
 
 class WindowPart:
@@ -145,11 +217,10 @@ class WindowPart:
         share = self.strategy.gradient_share()
         own = folder / f"{WINDOW}_{self.rank}.bin"
         if options.saved_world_size == options.world_size and own.is_file():
-            payload = read_torch(own, options)
+            payload = read_window(own, options)
             if GradientShare(**payload["share"]) == share:
                 return payload
-        files = [folder / f"{WINDOW}_{rank}.bin" for rank in range(options.saved_world_size)]
-        saved = [read_torch(file, options) for file in files if file.is_file()]
+        saved = [read_window(file, options) for file in _window_files(folder, options.saved_world_size)]
         return self._part_of(saved, share) if saved else None
 
     def _part_of(self, saved: list[Any], share: GradientShare) -> Any:
@@ -222,8 +293,7 @@ class RandomPart:
         path = folder / f"{RNG_STATE_NAME}_{self.rank}.pkl"
         try:
             if path.is_file():
-                states: dict[str, Any] = read_torch(path, options, map_location="cpu")
-                return states
+                return _read_states(path, options)
             return self._derive(folder, options)
         except CheckpointError as error:
             if options.manifest is not None:
@@ -238,8 +308,8 @@ class RandomPart:
         if not saved:
             _LOG.warning("Random states are not restored: %s has none.", folder)
             return None
-        found = [read_torch(path, options, map_location="cpu") for path in saved]
-        states: dict[str, Any] = found[self.rank % len(found)]
+        found = [_read_states(path, options) for path in saved]
+        states = found[self.rank % len(found)]
         if all(torch.equal(states[_TORCH], other[_TORCH]) for other in found):
             return states  # the ranks draw alike, and so does this one
         text = f"{self.rank}:".encode() + states[_TORCH].numpy().tobytes()
@@ -252,7 +322,7 @@ class RandomPart:
             self.rank,
             seed,
         )
-        return {_STEP: states[_STEP], "seed": seed}
+        return {_STEP: states.get(_STEP, self.counter.step), "seed": seed}
 
     def restore(self, payload: dict[str, Any] | None) -> None:
         if payload is None:
@@ -266,3 +336,20 @@ class RandomPart:
         torch.set_rng_state(payload[_TORCH])
         if self.backend.rng_key in payload:
             self.backend.set_rng_states(payload[self.backend.rng_key])
+
+
+def _read_states(path: Path, options: LoadOptions) -> dict[str, Any]:
+    """Return the random states in a file.
+
+    Raises:
+        CheckpointError: If it cannot be read, or a generator would not take one of them.
+    """
+    found = read_torch(path, options, map_location="cpu")
+    names = {"python": _PYTHON, "numpy": _NUMPY, "torch": _TORCH}
+    if not isinstance(found, dict) or not found.keys() >= set(names.values()) or not is_whole(found.get(_STEP, 0)):
+        raise CheckpointError(
+            f"{str(path)!r} holds {shown(found)} and not the states of python's, numpy's and torch's generators. Use another "
+            "checkpoint."
+        )
+    check_random_states({name: found[key] for name, key in names.items()}, repr(str(path)))
+    return found

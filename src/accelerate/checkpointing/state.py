@@ -218,7 +218,7 @@ class Checkpointer:
 
         Raises:
             BrokenCheckpoint: If its files are not what was written; nothing has been changed then.
-            CheckpointError: If it does not fit this run; nothing has been changed then.
+            CheckpointError: If it does not fit this run; nothing has been changed then, if it does not say otherwise.
         """
         group = self.rank_group()
         found: list[tuple[Part, Any]] = []
@@ -248,7 +248,7 @@ class Checkpointer:
             # Restore.
             while found:
                 part, payload = found.pop(0)
-                part.restore(payload)
+                _restore(part, payload, source)
         finally:
             thread.close()
         return manifest
@@ -480,6 +480,23 @@ def _verify(source: Path, manifest: Manifest | None, topology: Topology) -> list
         return []
     share = manifest.files[topology.local_rank :: topology.local_world_size]
     return manifest.problems(source, checksums=True, records=share)
+
+
+def _restore(part: Part, payload: Any, source: Path) -> None:
+    """Let a part take over what was read.
+
+    Raises:
+        CheckpointError: If it does not, when others have already.
+    """
+    try:
+        part.restore(payload)
+    except Exception as error:
+        name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"{part.name[:1].upper()}{part.name[1:]} did not take over what {str(source)!r} holds of it ({name}{error}). The run "
+            "is half restored: start the program again, with the objects as they were when it was saved, or with another "
+            "checkpoint."
+        ) from error
 
 
 def _agree_to_load(

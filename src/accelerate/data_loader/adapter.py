@@ -17,7 +17,7 @@ from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_sam
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
-from accelerate.data_loader.progress import DataSource, EpochProgress, Position, ResumePoint
+from accelerate.data_loader.progress import DataSource, EpochProgress, Position, ResumePoint, check_loader_state
 from accelerate.data_loader.samplers import get_sampler, set_sampler
 from accelerate.runtime.gradient_clock import GradientState
 
@@ -397,6 +397,7 @@ class DataLoaderAdapter:
 
         Raises:
             ConfigurationError: (a ValueError) if the state was saved by torchdata's loader alone, and this one is not.
+            CheckpointError: If it cannot be the state of a loader; nothing has changed then.
         """
         own = state_dict.get(_OWN_STATE, state_dict)
         inner = {} if own is state_dict else {name: state_dict[name] for name in state_dict if name != _OWN_STATE}
@@ -407,6 +408,7 @@ class DataLoaderAdapter:
                     "writes: they say nothing of samples; prepare the loader with use_stateful_dataloader=True"
                 )
             own, inner = {}, state_dict
+        check_loader_state(own, "What load_state_dict was given")
         for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
             if base is not None:
                 seed.restore(base)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from accelerate._base.errors import CheckpointError
+from accelerate._base.untrusted import is_whole, shown
 from accelerate.data_loader.draws import OrderRecord
 from accelerate.data_loader.order import EpochOrder
 from accelerate.data_loader.plan import (
@@ -19,6 +21,7 @@ from accelerate.data_loader.plan import (
     RoundPlan,
     Share,
 )
+from accelerate.data_loader.random_states import check_random_states
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,66 @@ class ResumePoint(NamedTuple):
             dataset=state.get("dataset"),
             order=OrderRecord(**state["order"]) if state.get("order") else None,
         )
+
+
+def check_loader_state(state: Any, origin: str) -> None:
+    """Refuse what is not the state of a loader of this library.
+
+    Args:
+        origin: What holds it, for the message: "The file 'x'".
+
+    Raises:
+        CheckpointError: If something in it is missing, or cannot be.
+    """
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{origin} holds {shown(state)} and no state of a loader. Use another checkpoint.")
+    wrong = [
+        name for name, is_right in _OF_LOADERS.items() if state.get(name) is not None and not is_right(state[name])
+    ]
+    order = state.get("order")
+    if not wrong and order and not _is_order(order):
+        wrong.append("order")
+    if wrong:
+        raise CheckpointError(
+            f"{origin} holds {wrong[0]}={shown(state[wrong[0]])}, which no loader has: it is broken. Use another checkpoint."
+        )
+    check_random_states(state.get("generators") or {}, origin)
+    for _, states in order.get("entries", ()) if order else ():
+        check_random_states(states, origin)
+
+
+def _are_whole(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(map(is_whole, values))
+
+
+def _are_seeds(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(
+        value is None or is_whole(value, -(2**63), 2**64 - 1) for value in values
+    )
+
+
+_OF_LOADERS: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "samples", "unit", "workers", "rounds", "batches"), is_whole),
+    **dict.fromkeys(("streams", "files", "layout"), _are_whole),
+    "base_seeds": _are_seeds,
+}
+
+
+def _is_order(order: Any) -> bool:
+    """Return whether a value has what a record of an order has, in a way that it can be followed."""
+    if not isinstance(order, dict) or not order.keys() <= {entry.name for entry in fields(OrderRecord)}:
+        return False
+    record = OrderRecord(**order)
+    if not isinstance(record.entries, list | tuple) or not isinstance(record.head, list | tuple):
+        return False
+    if not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and is_whole(entry[0], -1) for entry in record.entries
+    ):
+        return False
+    counts = [count for count, _ in record.entries]
+    flags = (record.is_forked, record.is_complete)
+    is_told = all(isinstance(text, str) for text in record.head) and all(isinstance(flag, bool) for flag in flags)
+    return is_told and is_whole(record.drawn, -1) and counts == sorted(counts) and not (record.is_forked and not counts)
 
 
 class EpochProgress:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -83,13 +84,37 @@ def test_files_that_others_wrote_are_recorded(folder: FolderWriter) -> None:
 
 @pytest.mark.parametrize("large", [False, True])
 def test_an_error_of_the_disk_names_the_file(folder: FolderWriter, large: bool) -> None:
-    # A device that is always full.
-    (folder.path / "full.bin").symlink_to("/dev/full")
-    value = torch.randn(2_000_000) if large else torch.ones(1)
-    with pytest.raises(OSError, match=r"No space left on device: .*full\.bin"):
-        folder.write_torch("full.bin", value)
-    with pytest.raises(OSError, match=r"No space left on device: .*full\.bin"):
-        folder.write_tensors("full.bin", {"a": value}, {})
+    value = torch.randn(2_000_000) if large else torch.ones(100)
+    (folder.path / "full.bin").write_text("before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As on a disk that is full after so many bytes.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*full\.bin"):
+            folder.write_torch("full.bin", value)
+        with pytest.raises(OSError, match=r"File too large: .*full\.bin"):
+            folder.write_tensors("full.bin", {"a": value}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in folder.path.iterdir()] == ["full.bin"]
+    assert (folder.path / "full.bin").read_text() == "before"
+
+
+def test_what_is_at_the_place_of_a_file_is_replaced_and_not_written_through(folder: FolderWriter) -> None:
+    mine = folder.path / "mine"
+    mine.write_text("mine")
+    for name in ("a.bin", "b.safetensors", "c.json"):
+        (folder.path / name).symlink_to(mine)
+    (folder.path / "d.bin").symlink_to(folder.path / "not there")
+    folder.write_torch("a.bin", torch.ones(1))
+    folder.write_tensors("b.safetensors", {"a": torch.ones(1)}, {})
+    folder.write_json("c.json", 1)
+    folder.write_torch("d.bin", torch.ones(1))
+    records = folder.finish()
+    assert mine.read_text() == "mine"
+    assert not (folder.path / "not there").exists()
+    assert not any((folder.path / record.name).is_symlink() for record in records)
+    assert [record.problem(folder.path, checksums=True) for record in records] == [None] * 4
 
 
 SIZES = [0, 1, 1000, _SEGMENT - 1, _SEGMENT, _SEGMENT + 1, 3 * _SEGMENT + 777]

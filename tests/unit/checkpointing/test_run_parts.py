@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -10,8 +11,10 @@ import torch
 from tests.support.checkpoints import load_part as load
 from tests.support.checkpoints import save_part as save
 
+from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.run_parts import RandomPart
+from accelerate.checkpointing.parts import LoadOptions, read_torch
+from accelerate.checkpointing.run_parts import RandomPart, _window_files, read_window
 from accelerate.devices import registry
 
 CPU = registry.get("cpu")
@@ -70,3 +73,70 @@ class TestRandom:
         torch.save({"odd": SimpleNamespace()}, tmp_path / "random_states_0.pkl")
         load(RandomPart(SimpleNamespace(step=1), 0, CPU), tmp_path)
         assert "Random states are not restored" in caplog.text
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"numpy_random_seed": ("MT19937", numpy.zeros(624, numpy.uint32), 2**31 - 2, 0, 0.0)},
+            {"torch_manual_seed": torch.zeros(3)},
+            {"random_state": None},
+            {"step": "x"},
+            {"step": -1},
+        ],
+    )
+    def test_states_that_cannot_be_are_refused_before_anything_changes(
+        self, tmp_path: Path, rank: int, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.saved(tmp_path, [1])
+        path = tmp_path / "random_states_0.pkl"
+        hostile = {**read_torch(path, LoadOptions()), **change}
+        torch.save(hostile, path)
+        before = torch.get_rng_state()
+        part = RandomPart(SimpleNamespace(step=0), rank, CPU)
+        with pytest.raises(CheckpointError, match=r"random_states_0\.pkl' holds"):
+            part.read(tmp_path, LoadOptions(rank=rank, world_size=2, manifest=Manifest((), world_size=2)))
+        # Of another library nobody knows what it should hold.
+        load(part, tmp_path, rank=rank, world_size=2)
+        assert "Random states are not restored" in caplog.text
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestWindow:
+    USUAL: dict[str, Any] = {
+        "window": {"length": 1, "_items": None, "_unit": 2.0, "_factor": None, "_backwards": 1},
+        "is_open": True,
+        "gradients": {"0.weight": torch.ones(2)},
+        "share": {"index": 0, "count": 1},
+    }
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"window": 5},
+            {"window": {"advance": 5}},
+            {"window": {"length": "x"}},
+            {"is_open": "x"},
+            {"gradients": 5},
+            {"gradients": {"0.weight": 1}},
+            {"gradients": {1: torch.ones(1)}},
+            {"share": None},
+            {"share": {"index": 0}},
+            {"share": {"index": 0, "count": 0}},
+            {"share": {"index": 0, "count": 1, "other": 1}},
+        ],
+    )
+    def test_what_no_window_has_is_refused(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        torch.save(self.USUAL, tmp_path / "window_0.bin")
+        assert read_window(tmp_path / "window_0.bin", LoadOptions())["is_open"]
+        for hostile in ({**self.USUAL, **change}, 5):
+            torch.save(hostile, tmp_path / "window_0.bin")
+            with pytest.raises(CheckpointError, match=r"window_0\.bin' holds .*which no accumulation window has"):
+                read_window(tmp_path / "window_0.bin", LoadOptions())
+
+    def test_files_of_windows_are_found_however_many_processes_a_manifest_names(self, tmp_path: Path) -> None:
+        for name in ("window_0.bin", "window_2.bin", "window_10.bin", "window_1x.bin", f"window_{'9' * 99}.bin"):
+            (tmp_path / name).touch()
+        found = [path.name for path in _window_files(tmp_path, 2**62)]
+        assert found == ["window_0.bin", "window_2.bin", "window_10.bin"]
+        assert [path.name for path in _window_files(tmp_path, 3)] == found[:2]

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import io
 import logging
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +19,11 @@ import torch
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError
 from accelerate._base.imports import require
-from accelerate._base.untrusted import path_inside, read_limited
+from accelerate._base.untrusted import is_whole, path_inside, read_limited, shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import WINDOW
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed, read_torch
+from accelerate.checkpointing.run_parts import read_window
 from accelerate.checkpointing.torch_files import trust, warn_of_code
 from accelerate.collectives.base import communicator
 from accelerate.strategies.deepspeed.engine import is_training_engine
@@ -31,6 +34,14 @@ _LATEST = "latest"
 _UNIVERSAL = "universal"
 _OWN = "accelerate"
 """The entry of DeepSpeed's files that holds what it does not restore itself."""
+_KNOWN_FILE = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]{1,6}_|expp_rank_[0-9]{1,6}_|(?:layer_[0-9]{1,6}_)?expert_[0-9]{1,6}_)?"
+    r"mp_rank_[0-9]{1,6}_(?:model|optim)_states\.pt"
+)
+_OF_PATTERNS = re.compile(r"[*+?()\[\]{}|^$\\]")
+"""What means more than itself in the patterns that DeepSpeed makes of names."""
+_MOST_REPEATS = 2
+_EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
 def engine_parts(prepared: Prepared) -> list[Part]:
@@ -160,6 +171,7 @@ class EnginePart:
                 found = [self._converted.name]
             except Exception as error:  # noqa: BLE001 - the other ranks must hear of it
                 found = [error]
+                self._clean_up()
         ranks.broadcast_objects(found)
         if isinstance(found[0], Exception):
             raise CheckpointError(
@@ -187,14 +199,17 @@ class EnginePart:
             _set_group_values(engine, (client_state.get(_OWN) or {}).get("groups"))
         finally:
             communicator().barrier()
-            if self._converted is not None:
-                self._converted.cleanup()
-                self._converted = None
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        if self._converted is not None:
+            self._converted.cleanup()
+            self._converted = None
 
 
 def _has_open_window(folder: Path, options: LoadOptions) -> bool:
     files = folder.glob(f"{WINDOW}_*.bin")
-    return any(read_torch(file, options, map_location="meta")["is_open"] for file in files)
+    return any(read_window(file, options, map_location="meta")["is_open"] for file in files)
 
 
 @contextlib.contextmanager
@@ -340,18 +355,30 @@ def read_facts(folder: Path, reader: _Reader) -> EngineFacts:
     if not models:
         raise CheckpointError(f"{str(folder)!r} has no weights of DeepSpeed. Use another checkpoint.")
     state = reader.load(models[0], "meta")
-    config = state.get("ds_config") or {}
-    stage = int((config.get("zero_optimization") or {}).get("stage", 0))
-    return EngineFacts(stage, int(state["dp_world_size"]) if stage else None)
+    try:
+        stage = ((state.get("ds_config") or {}).get("zero_optimization") or {}).get("stage", 0)
+        num_shards = state["dp_world_size"] if stage else None
+    except (AttributeError, KeyError, TypeError):
+        stage = num_shards = None
+    if not is_whole(stage, most=3) or not (num_shards is None or is_whole(num_shards, least=1)):
+        raise CheckpointError(
+            f"{str(models[0])!r} does not say which stage of ZeRO it is of, and of how many processes, as what DeepSpeed "
+            "writes does. Use another checkpoint."
+        )
+    return EngineFacts(stage, num_shards)
 
 
 def _to_universal(source: Path, target: Path, reader: _Reader) -> None:
     """Write the files of an engine in the layout that any number of processes reads."""
-    # DeepSpeed reads them with pickle: not before they are known to hold nothing else than it wrote.
+    # DeepSpeed reads all files in a folder and below it with pickle, and makes paths of names in them: it is given a folder
+    # of our own, with files that are written anew from what was found to be data.
+    copied = target / "copied"
+    copied.mkdir(parents=True)
     for path in sorted(source.glob("*.pt")):
-        reader.load(path, "meta")
+        if _KNOWN_FILE.fullmatch(path.name):
+            _copy_checked(path, copied / path.name, reader)
     arguments = argparse.Namespace(
-        input_folder=str(source),
+        input_folder=str(copied),
         output_folder=str(target / _UNIVERSAL),
         num_extract_workers=1,
         num_merge_workers=1,
@@ -361,4 +388,59 @@ def _to_universal(source: Path, target: Path, reader: _Reader) -> None:
     )
     with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it draws bars
         require("deepspeed.checkpoint.ds_to_universal", why=_WHY, extra="deepspeed").main(arguments)
+    shutil.rmtree(copied)
     _LOG.info("%s was converted for another number of processes.", source)
+
+
+def _copy_checked(source: Path, target: Path, reader: _Reader) -> None:
+    """Write what a file of DeepSpeed holds to another one, if DeepSpeed can be trusted with it.
+
+    Raises:
+        CheckpointError: If it holds code, or names that would be paths out of a folder, or patterns.
+    """
+    state = reader.load(source)
+    origin = repr(str(source))
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{origin} holds {shown(state)}, and DeepSpeed writes a dictionary. Use another checkpoint."
+        )
+    try:
+        for name in _weight_names(state):
+            path_inside(target.parent, name, origin)
+            if _OF_PATTERNS.search(name):
+                raise ValueError(f"{origin} names the weight {shown(name)}, which holds a character of patterns.")
+    except ValueError as error:
+        raise CheckpointError(f"{error} DeepSpeed would make paths and patterns of such names.") from error
+    for text in _texts(state.get("universal_checkpoint_info")):
+        if "(" in text or len(re.findall(r"[*+?{]", text)) > _MOST_REPEATS:
+            raise CheckpointError(
+                f"{origin} has the pattern {shown(text)}, with groups or more than {_MOST_REPEATS} repetitions: to look for it "
+                "in names may take for ever. Use another checkpoint."
+            )
+    if not reader.allows_pickle and any(state.get(name) for name in _EXPERTS):
+        raise CheckpointError(
+            f"{origin} is of a model whose experts DeepSpeed divides (AutoEP), and DeepSpeed reads their files by names that "
+            "stand in it. If you trust whoever wrote it, write load_state(..., load_kwargs={'weights_only': False})."
+        )
+    torch.save(state, target)
+
+
+def _weight_names(state: dict[str, Any]) -> Iterator[Any]:
+    """Yield the names in a file of DeepSpeed of which it makes paths."""
+    optimizer = state.get("optimizer_state_dict")
+    slices = optimizer.get("param_slice_mappings") if isinstance(optimizer, dict) else None
+    for groups in (state.get("module"), state.get("param_shapes"), state.get("frozen_param_shapes"), slices):
+        for group in groups if isinstance(groups, list | tuple) else [groups]:
+            yield from group if isinstance(group, dict) else ()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value and in lists and dictionaries inside it, each of which is looked at once."""
+    waiting, seen = [value], set()
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict | list | tuple | set) and id(entry) not in seen:
+            seen.add(id(entry))
+            waiting += [*entry, *entry.values()] if isinstance(entry, dict) else entry
