@@ -369,8 +369,9 @@ def _check_optimizer(state: Any, origin: str) -> None:
         isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
     ):
         raise CheckpointError(f"{origin} has no groups of parameters: it is broken. Use another checkpoint.")
-    for entry in _mapping(held, origin).values():
-        _mapping(entry, origin)
+    for key, entry in _mapping(held, origin).items():
+        if isinstance(key, int):  # of a parameter; what an optimizer keeps beside them is its own
+            _mapping(entry, origin)
 
 
 def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
