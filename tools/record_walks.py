@@ -87,9 +87,9 @@ GUIDES = {
         "Load",
         "`load_state(folder)`",
         14,
-        24,
-        "as with a save, each kind of object takes its own state back; four of its files see that none runs code or leads out of "
-        "its folder.",
+        27,
+        "as with a save, each kind of object takes its own state back; seven of its files see that none of them runs code, leads "
+        "out of its folder, or harms otherwise.",
     ),
     "big": Guide(
         "A big model",

@@ -158,11 +158,13 @@ def test_integrated_accelerators_share_the_memory_of_the_host(fake: FakeBackend)
 
 
 @pytest.mark.parametrize("fake", [{"indexed": False}], indirect=True)
-def test_an_accelerator_without_an_index_is_named_by_its_type(fake: FakeBackend) -> None:
-    limits = get_max_memory()
-    assert list(limits) == ["maia"]
-    balanced = get_balanced_memory(Net())
-    assert balanced["maia"] <= 0.91 * limits["maia"]  # type: ignore[operator]  # the rest is for activations
+def test_an_accelerator_without_an_index_is_named_by_its_type(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is free on this machine changes between two looks.
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**9))
+    assert get_max_memory() == {"maia": 10**9}
+    assert get_balanced_memory(Net()) == {"maia": 0.9 * 10**9}  # the rest is for activations
 
 
 @pytest.mark.parametrize(
