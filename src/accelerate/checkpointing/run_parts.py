@@ -92,6 +92,9 @@ class WindowCounts(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the counts; empty if there is nothing to remember."""
 
+    def accepts(self, state_dict: object) -> bool:
+        """Return whether something that was read are counts."""
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over counts; an empty dictionary begins anew."""
 
@@ -118,14 +121,20 @@ def _window_files(folder: Path, world_size: int) -> list[Path]:
     return [file for _, file in sorted((rank, file) for rank, file in ranks if rank is not None and rank < world_size)]
 
 
-def read_window(path: Path, options: LoadOptions, **overrides: Any) -> dict[str, Any]:
+def read_window(
+    path: Path, options: LoadOptions, are_counts: Callable[[Any], bool] = lambda counts: True, **overrides: Any
+) -> dict[str, Any]:
     """Return what a rank saved of an open window.
+
+    Args:
+        are_counts: Says whether a window can have these counts.
 
     Raises:
         CheckpointError: If it cannot be read, or is no window.
     """
     found = read_torch(path, options, **overrides)
-    if wrong := next((name for name, is_right in _OF_WINDOWS.items() if not is_right(_entry(found, name))), None):
+    checks = {**_OF_WINDOWS, "window": are_counts}
+    if wrong := next((name for name, is_right in checks.items() if not is_right(_entry(found, name))), None):
         raise CheckpointError(
             f"{str(path)!r} holds {wrong}={shown(_entry(found, wrong))}, which no accumulation window has: it is broken. Use "
             "another checkpoint."
@@ -136,12 +145,6 @@ def read_window(path: Path, options: LoadOptions, **overrides: Any) -> dict[str,
 
 def _entry(found: Any, name: str) -> Any:
     return found.get(name) if isinstance(found, dict) else None
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        name in _COUNTS and isinstance(count, _COUNTS[name]) for name, count in value.items()
-    )
 
 
 def _is_share(value: Any) -> bool:
@@ -160,16 +163,7 @@ def _are_gradients(value: Any) -> bool:
     )
 
 
-_COUNTS: dict[Any, Any] = {
-    "length": int,
-    "_backwards": int,
-    "_items": torch.Tensor | None,
-    "_unit": float | None,
-    "_factor": torch.Tensor | float | None,
-}
-"""What is counted in a window, and of what types it is."""
 _OF_WINDOWS: dict[str, Callable[[Any], bool]] = {
-    "window": _are_counts,
     "is_open": lambda value: isinstance(value, bool),
     "gradients": _are_gradients,
     "share": _is_share,
@@ -217,10 +211,11 @@ class WindowPart:
         share = self.strategy.gradient_share()
         own = folder / f"{WINDOW}_{self.rank}.bin"
         if options.saved_world_size == options.world_size and own.is_file():
-            payload = read_window(own, options)
+            payload = read_window(own, options, self.window.accepts)
             if GradientShare(**payload["share"]) == share:
                 return payload
-        saved = [read_window(file, options) for file in _window_files(folder, options.saved_world_size)]
+        files = _window_files(folder, options.saved_world_size)
+        saved = [read_window(file, options, self.window.accepts) for file in files]
         return self._part_of(saved, share) if saved else None
 
     def _part_of(self, saved: list[Any], share: GradientShare) -> Any:

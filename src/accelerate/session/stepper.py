@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.algorithms.join import Join
@@ -34,7 +34,14 @@ class AccumulationWindow:
     gradients are final as soon as the last backward pass returns.
     """
 
-    _COUNTS = ("length", "_items", "_unit", "_factor", "_backwards")
+    _COUNTS: ClassVar[dict[Any, Any]] = {
+        "length": int,
+        "_items": torch.Tensor | None,
+        "_unit": float | None,
+        "_factor": torch.Tensor | float | None,
+        "_backwards": int,
+    }
+    """What is saved of an open window, and of what types it is."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -68,6 +75,12 @@ class AccumulationWindow:
         if self.length and not self.closed:
             return {name: getattr(self, name) for name in self._COUNTS}
         return {"_unit": self._unit} if self._unit is not None else {}
+
+    def accepts(self, state_dict: object) -> bool:
+        """Return whether something that was read can be the counts of a window."""
+        return isinstance(state_dict, dict) and all(
+            name in self._COUNTS and isinstance(count, self._COUNTS[name]) for name, count in state_dict.items()
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on in a window whose counts were saved; an empty dictionary begins anew."""

@@ -16,6 +16,7 @@ from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.parts import LoadOptions, read_torch
 from accelerate.checkpointing.run_parts import RandomPart, _window_files, read_window
 from accelerate.devices import registry
+from accelerate.session.stepper import AccumulationWindow
 
 CPU = registry.get("cpu")
 
@@ -128,11 +129,12 @@ class TestWindow:
     )
     def test_what_no_window_has_is_refused(self, tmp_path: Path, change: dict[str, Any]) -> None:
         torch.save(self.USUAL, tmp_path / "window_0.bin")
-        assert read_window(tmp_path / "window_0.bin", LoadOptions())["is_open"]
+        accepts = AccumulationWindow().accepts
+        assert read_window(tmp_path / "window_0.bin", LoadOptions(), accepts)["is_open"]
         for hostile in ({**self.USUAL, **change}, 5):
             torch.save(hostile, tmp_path / "window_0.bin")
             with pytest.raises(CheckpointError, match=r"window_0\.bin' holds .*which no accumulation window has"):
-                read_window(tmp_path / "window_0.bin", LoadOptions())
+                read_window(tmp_path / "window_0.bin", LoadOptions(), accepts)
 
     def test_files_of_windows_are_found_however_many_processes_a_manifest_names(self, tmp_path: Path) -> None:
         for name in ("window_0.bin", "window_2.bin", "window_10.bin", "window_1x.bin", f"window_{'9' * 99}.bin"):
