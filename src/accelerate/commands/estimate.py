@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import convert_bytes
+from accelerate._base.untrusted import number_in
 from accelerate.commands.estimate_source import (
     FoundModel,
     add_timm_hub_prefix,
@@ -327,7 +328,8 @@ def _plan(args: argparse.Namespace, model: ModelTensors) -> tuple[dict[int | str
             raise ConfigurationError(
                 f"--max_memory {pair!r} is not a place with its memory. Write it like 0=10GB or cpu=32GB."
             )
-        given[int(place) if place.isdecimal() else place] = int(size) if size.isdecimal() else size
+        index, limit = number_in(place), number_in(size, most=2**63)
+        given[place if index is None else index] = size if limit is None else limit
     limits = get_max_memory(given or None)
     return limits, plan_report(model, limits, None if args.plan == _AS_STORED else args.plan)
 

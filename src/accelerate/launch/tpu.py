@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import Choice
+from accelerate._base.untrusted import number_in, shown
 from accelerate.config import conflicts
 from accelerate.config.run_config import OptionSource
 from accelerate.config.sections.compute import DynamoOptions, ParallelismOptions
@@ -211,11 +212,12 @@ def device_cores(host: Host, kind: str, around: Mapping[str, str]) -> list[int] 
     if kind != _CPU:
         return None
     text = around.get(_CPU_DEVICES) or "1"
-    if not text.isdecimal() or int(text) < 1:
+    count = number_in(text)
+    if not count:
         raise ConfigurationError(
-            f"{_CPU_DEVICES}={text!r} is no number of devices. Write 1 or more, or unset the variable."
+            f"{_CPU_DEVICES}={shown(text)} is no number of devices. Write 1 or more, or unset the variable."
         )
-    return [int(text)]
+    return [count]
 
 
 def _check_cores(config: RunConfig, kind: str, cores: list[int]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.untrusted import shown
+from accelerate._base.untrusted import number_in, shown
 from accelerate.offload.safetensors_format import BITS, read_header
 from accelerate.offload.weight_files import load_torch
 
@@ -413,9 +413,10 @@ def _joined(before: PlanRow, row: PlanRow) -> PlanRow | None:
     above, _, number = row.modules.rpartition(".")
     first, _, last = before.modules.removeprefix(f"{above}.").partition("-")
     last = last or first
-    if before.place != row.place or not before.modules.startswith(f"{above}.") or not number.isdecimal():
+    if before.place != row.place or not before.modules.startswith(f"{above}."):
         return None
-    if not last.isdecimal() or int(last) + 1 != int(number):
+    counted, following = number_in(last), number_in(number)
+    if counted is None or following != counted + 1:
         return None
     differs = row.place != "disk" and row.reason not in before.reason
     reason = f"the last one: {row.reason}" if differs else before.reason

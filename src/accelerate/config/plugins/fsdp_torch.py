@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate._base.constants import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
+from accelerate._base.untrusted import number_in, shown
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +41,10 @@ def enum_member(option: str, value: object) -> Any:
         return value
     numbers = {name: number for number, name in enumerate(names, start=1)}
     text = str(value).upper()
-    number = numbers.get(text, int(text) if text.isdecimal() else 0)
+    number = numbers.get(text, number_in(text))
     if number not in numbers.values():
         raise ConfigurationError(
-            f"FullyShardedDataParallelPlugin({option}={value!r}) is not known to FSDP. "
+            f"FullyShardedDataParallelPlugin({option}={shown(value)}) is not known to FSDP. "
             f"Write one of {', '.join(repr(name) for name in numbers)}."
         )
     return next(member for member in enum if member.value == number)
