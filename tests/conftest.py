@@ -50,6 +50,18 @@ def leaked_variables(before: dict[str, str]) -> list[str]:
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in own]
 
 
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+def leaked_handlers(before: dict[signal.Signals, object]) -> list[str]:
+    """Restore what is done at a signal, and return what a test changed: programs that later tests start would inherit it."""
+    changed = [number for number in SIGNALS if signal.getsignal(number) is not before[number]]
+    leaks = [f"{number.name}: {before[number]!r} -> {signal.getsignal(number)!r}" for number in changed]
+    for number in changed:
+        signal.signal(number, before[number])  # type: ignore[arg-type]
+    return leaks
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let torch 2.9 warn of the flat parameters of FSDP 1: it does so of any that are collected as garbage."""
     config.addinivalue_line("filterwarnings", "ignore:Deallocating Tensor that still has live PyObject:UserWarning")
@@ -65,12 +77,22 @@ def pytest_collection_finish() -> None:
 def leave_nothing_behind() -> Iterator[None]:
     """Reset states, process group and environment after each test, and fail the test that left one."""
     before = dict(os.environ)
+    handlers: dict[signal.Signals, object] = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     leaks = [f"environment variable {change}" for change in leaked_variables(before)]
     leaks += ["a torch.distributed process group"] if close_process_group() else []
-    forget_inherited_state()
+    forget_inherited_state()  # a run that listens for signals gives them back here
+    leaks += [f"a handler of {change}" for change in leaked_handlers(handlers)]
     if leaks:
         pytest.fail("the test left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def signals_come_back() -> Iterator[None]:
+    """Undo what a program that leaves for a restart does: it ignores signals on its way out."""
+    before: dict[signal.Signals, object] = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    leaked_handlers(before)
 
 
 @pytest.fixture

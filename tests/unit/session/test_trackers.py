@@ -157,6 +157,7 @@ def test_without_trackers_every_call_is_allowed() -> None:
     accelerator.end_training()
 
 
+@pytest.mark.usefixtures("signals_come_back")
 def test_all_trackers_are_closed_when_one_fails(caplog: pytest.LogCaptureFixture) -> None:
     last = Recorder()
     accelerator = Accelerator(cpu=True, log_with=[Breaking(), last])

@@ -117,15 +117,12 @@ def test_an_accelerator_that_listens_can_be_pickled(accelerator: Accelerator) ->
     assert other._run_progress.preemption is None
 
 
+@pytest.mark.usefixtures("signals_come_back")
 def test_leaving_has_an_exit_code_of_its_own(accelerator: Accelerator) -> None:
-    try:
-        with pytest.raises(SystemExit) as leaving:
-            accelerator.exit_for_restart()
-        assert leaving.value.code == 75
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # nothing disturbs the way out
-    finally:
-        for number in BOTH:
-            signal.signal(number, signal.SIG_DFL)
+    with pytest.raises(SystemExit) as leaving:
+        accelerator.exit_for_restart()
+    assert leaving.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # nothing disturbs the way out
 
 
 def test_reads_count_where_no_optimizer_steps(accelerator: Accelerator) -> None:
