@@ -117,8 +117,7 @@ def test_an_accelerator_that_listens_can_be_pickled(accelerator: Accelerator) ->
     assert other._run_progress.preemption is None
 
 
-@pytest.mark.usefixtures("signals_come_back")
-def test_leaving_has_an_exit_code_of_its_own(accelerator: Accelerator) -> None:
+def test_leaving_has_an_exit_code_of_its_own(accelerator: Accelerator, signals_come_back: None) -> None:
     with pytest.raises(SystemExit) as leaving:
         accelerator.exit_for_restart()
     assert leaving.value.code == 75
