@@ -130,7 +130,7 @@ def _parse_yaml(path: str | Path, text: str) -> Any:
         check_nesting(data)
     except ConfigurationError:
         raise
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}," if mark is not None else ""
         problem = getattr(error, "problem", None) or first_line(error)
