@@ -37,7 +37,11 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 @contextlib.contextmanager
 def launch_folder(files: Mapping[str, str]) -> Iterator[str]:
-    """Make a folder with the files of a launch; after the block the folder and every process below this one are gone."""
+    """Make a folder with the files of a launch; after the block it is gone, and every process that was started.
+
+    What this program had started before is its own, as is what that starts: it lives on.
+    """
+    started = StartedProcesses()
     with tempfile.TemporaryDirectory(prefix="accelerate-launch-") as folder:
         for name, content in files.items():
             Path(folder, name).write_text(content)
@@ -45,7 +49,7 @@ def launch_folder(files: Mapping[str, str]) -> Iterator[str]:
         try:
             yield folder
         finally:
-            _end_children()
+            started.end()
 
 
 def _adopt_orphans() -> None:
@@ -58,37 +62,49 @@ def _adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
-def _children(*, direct: bool = False) -> list[psutil.Process]:
-    """Return all processes below this one that still run; with `direct` those alone that it started itself."""
-    alive = []
-    for process in psutil.Process().children(recursive=not direct):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive
-
-
 def _send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
-def _end_children() -> None:
-    """End every process below this one: ask, wait, then kill."""
-    left = _children()
-    if not left:
-        return
-    _send(left, signal.SIGTERM)
-    _, left = psutil.wait_procs(left, timeout=_SECONDS_AFTER_TERMINATE)
-    _send([*left, *_children()], signal.SIGKILL)
-    psutil.wait_procs(left, timeout=_SECONDS_AFTER_TERMINATE)
+class StartedProcesses:
+    """The processes below this one that have been started since this object was made, and those that they started."""
+
+    def __init__(self) -> None:
+        # Launching may be one thing of many that a program does: it has a server of trackers, or workers of a loader.
+        self._earlier = psutil.Process().children()
+
+    def alive(self, *, direct: bool = False) -> list[psutil.Process]:
+        """Return those that still run; with `direct` those alone that this process started itself."""
+        below = psutil.Process().children(recursive=not direct)
+        others = set(self._earlier)
+        for process in self._earlier:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                others.update(process.children(recursive=True))
+        alive = []
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process not in others and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
+
+    def end(self) -> None:
+        """End all of them: ask, wait, then kill."""
+        left = self.alive()
+        if not left:
+            return
+        _send(left, signal.SIGTERM)
+        _, left = psutil.wait_procs(left, timeout=_SECONDS_AFTER_TERMINATE)
+        _send([*left, *self.alive()], signal.SIGKILL)
+        psutil.wait_procs(left, timeout=_SECONDS_AFTER_TERMINATE)
 
 
 class GracefulWorkers:
     """The workers that save and end by themselves on a signal, as they have noted it in a folder."""
 
     def __init__(self, folder: str) -> None:
+        self._started = StartedProcesses()
         self._folder = Path(folder) / "stop"
         self._folder.mkdir(exist_ok=True)
 
@@ -100,7 +116,7 @@ class GracefulWorkers:
     def running(self) -> list[psutil.Process]:
         """Return those that still run."""
         noted = {entry.name for entry in self._folder.iterdir()}
-        return [process for process in _children() if str(process.pid) in noted] if noted else []
+        return [process for process in self._started.alive() if str(process.pid) in noted] if noted else []
 
     @property
     def have_stopped(self) -> bool:
@@ -138,6 +154,7 @@ class Shutdown:
     ) -> None:
         self.seconds_to_end = seconds_to_end
         self.signal: signal.Signals | None = None
+        self.started = StartedProcesses()
         self._workers = workers
         self._requested = requested
         ends = _ENDING if ending is None else tuple(signal.Signals[name] for name in ending)
@@ -203,11 +220,11 @@ class Shutdown:
             self._asked_to_save = True
             self._requested()
         if number == _NOTICE:
-            _send(graceful if saves else _children(direct=True), number)
+            _send(graceful if saves else self.started.alive(direct=True), number)
             return False
         if self.signal is not None:
             if not saves:
-                _send(_children(), signal.SIGKILL)
+                _send(self.started.alive(), signal.SIGKILL)
             return False
         self.signal = number
         if saves:
@@ -226,9 +243,9 @@ class Shutdown:
             seconds = _SECONDS_AFTER_INTERRUPT
             if self._ended.wait(seconds):
                 return
-            _send(_children(), signal.SIGTERM)
+            _send(self.started.alive(), signal.SIGTERM)
         if not self._ended.wait(seconds):
-            _send(_children(), signal.SIGKILL)
+            _send(self.started.alive(), signal.SIGKILL)
 
 
 class _ShutdownRequested(BaseException):
@@ -330,7 +347,7 @@ def _wait_for_machines(plan: LaunchPlan, shutdown: Shutdown) -> tuple[str, int] 
             process.wait()
         return None
     finally:
-        _end_children()
+        shutdown.started.end()
         for copy in copies:
             copy.join(timeout=_SECONDS_AFTER_TERMINATE)
 

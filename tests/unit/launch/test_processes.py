@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -142,3 +143,25 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_what_a_program_had_started_before_it_launches_lives_on(tmp_path: Path) -> None:
+    own_of_own = tmp_path / "pid"
+    own = subprocess.Popen(
+        ["/bin/sh", "-c", f"sleep 600 & echo $! > {own_of_own}.new; mv {own_of_own}.new {own_of_own}; wait"]
+    )
+    try:
+        while not own_of_own.exists():
+            time.sleep(0.01)
+        # What the launch itself leaves behind is ended.
+        left = tmp_path / "left"
+        assert run(LaunchPlan("exec", ("/bin/sh", "-c", f"sleep 600 & echo $! > {left}"), {})) == 0
+        for number in (int(own_of_own.read_text()), own.pid):
+            assert psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int(left.read_text())).status() == psutil.STATUS_ZOMBIE
+    finally:
+        for number in (own.pid, int(own_of_own.read_text())):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(number).kill()
+        own.wait()
