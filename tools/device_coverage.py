@@ -15,6 +15,7 @@ from typing import Any
 PACKAGE = "src/accelerate/"
 FOLDERS = ("devices", "offload", "hooks", "precision")
 """Where code stands that behaves otherwise on an accelerator."""
+XLA_FILE = "devices/xla.py"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ def render(device: Mapping[str, Any], every: Mapping[str, Any], folders: Sequenc
     partly = [region for region in found if region.num_run]
     lines += ["", f"Functions with lines that no test runs: {len(partly) or 'none'}"]
     lines += [f"  {region.path}: {region.function}, line {ranges(region.silent)}" for region in partly]
+    if any(region.path == XLA_FILE for region in found):
+        lines += [
+            "",
+            f"{XLA_FILE} is run by `make test-xla`, in an environment of its own, which is not measured here.",
+        ]
     return "\n".join(lines)
 
 

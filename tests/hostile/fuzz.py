@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import re
 import resource
@@ -247,7 +248,7 @@ def run_all(names: list[str], inputs: int, seconds: float, jobs: int, found: Pat
         left = seconds - (time.monotonic() - begin)
         budget = max(10.0, left * jobs / max(len(waiting), jobs))  # what others have not used is theirs who come later
         name = waiting.pop()
-        return run_target(name, round(inputs * shares[name] / sum(shares.values())), budget, found)
+        return run_target(name, math.ceil(inputs * shares[name] / sum(shares.values())), budget, found)
 
     with ThreadPoolExecutor(jobs) as pool:
         for future in as_completed([pool.submit(run_next) for _ in names]):
@@ -297,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{done:,} inputs over {len(outcomes)} targets; " + (f"FAILED: {', '.join(failed)}" if failed else "no finding")
     )
-    # Shares are rounded, and a fuzzer may stop some inputs early.
+    # A fuzzer may stop some inputs early.
     is_short = not failed and done < 0.99 * options.inputs
     if is_short:
         print(f"The time was too short for {options.inputs:,} inputs: give more with FUZZ_SECONDS=, or fewer inputs.")

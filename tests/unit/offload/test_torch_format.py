@@ -150,6 +150,23 @@ HARMFUL = {
     "items of an array": array(dtype("f8"), group(number(1)), in_bytes(b"12345678")) + number(0) + number(7) + b"s",
     "items appended to a text": text("a") + number(1) + b"a",
     "a very long name": named(f"a.{'b' * 2000}"),
+    "an ordered dictionary of no pairs": call("collections.OrderedDict", b"](" + text("abc") + b"e"),
+    "an ordered dictionary with a list as a key": call("collections.OrderedDict", b"](]N\x86e"),
+    "a set of a text": call("builtins.set", text("abc")),
+    "a set with a list in it": call("builtins.set", b"](]e"),
+    "a call of what is no function": b"})R",
+    "a class without its arguments": call("torch._tensor._rebuild_from_type_v2", named("torch.Tensor")),
+    "an array without a number format": array(number(1), group(number(1)), in_bytes(b"1")),
+    "a number format with an argument of its own": call("numpy.dtype", text("f4"), number(7), b"\x88"),
+    "a number format that numpy does not have": dtype("f3"),
+    "an array that is not empty when it is made": call(
+        "numpy._core.multiarray._reconstruct", named("numpy.ndarray"), group(number(10**9)), in_bytes(b"b")
+    ),
+    "an array with a number as its state": call(
+        "numpy._core.multiarray._reconstruct", named("numpy.ndarray"), group(number(0)), in_bytes(b"b")
+    )
+    + number(1)
+    + b"b",
 }
 
 
@@ -280,6 +297,14 @@ def with_a_comment() -> bytes:
     return bytes(content) + b"end"
 
 
+def changed(mark: bytes, offset: int, value: bytes) -> bytes:
+    """Return an archive with other bytes some way behind its last mark of a kind."""
+    content = bytearray(twice("archive/version", "archive/data.pkl"))
+    place = content.rindex(mark) + offset
+    content[place : place + len(value)] = value
+    return bytes(content)
+
+
 ARCHIVES = {
     "packed": lambda: archive(pickle.dumps(1, 2), bytes(10**6), zipfile.ZIP_DEFLATED),
     "with bytes before it": lambda: archive_of(1)[:4] + archive_of(1),
@@ -288,6 +313,9 @@ ARCHIVES = {
     "with two pickles": lambda: twice("archive/data.pkl", "other/data.pkl"),
     "with two files of one name": lambda: twice("archive/data.pkl", "archive/data.pkl"),
     "with names that differ in case": lambda: twice("archive/data.pkl", "archive/DATA.pkl"),
+    "with something else where its pickle is": lambda: changed(b"PK\x03\x04", 0, b"KP"),
+    "with something else in its list": lambda: changed(b"PK\x01\x02", 0, b"KP"),
+    "with a list that is too long": lambda: changed(b"PK\x01\x02", 32, b"\x01"),
     "without a pickle": lambda: twice("archive/a", "archive/b"),
 }
 

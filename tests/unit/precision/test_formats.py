@@ -13,7 +13,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.precision.formats import AutocastForward
-from accelerate.utils import AutocastKwargs, extract_model_from_parallel, load
+from accelerate.utils import AutocastKwargs, extract_model_from_parallel, load, modeling
 
 FEATURES = 5
 FLOAT32 = torch.float32
@@ -117,3 +117,17 @@ class TestHalfPrecision:
         with accelerator.autocast():
             assert torch.nn.functional.linear(torch.ones(1, 2), torch.ones(2, 2)).dtype == FLOAT32
         assert model.calls == [FLOAT32]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", FLOAT32)])
+def test_programs_get_the_context_and_the_scaler_of_a_run(precision: str, dtype: torch.dtype) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    line, rows = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    with modeling.get_mixed_precision_context_manager(native_amp=True):
+        assert line(rows).dtype == dtype
+    with modeling.get_mixed_precision_context_manager(native_amp=True, autocast_kwargs=AutocastKwargs(enabled=False)):
+        assert line(rows).dtype == FLOAT32
+    with modeling.get_mixed_precision_context_manager():
+        assert line(rows).dtype == FLOAT32
+    scaler = modeling.get_grad_scaler(accelerator.distributed_type, init_scale=4.0)
+    assert scaler.scale(torch.ones(1)).item() == 4.0

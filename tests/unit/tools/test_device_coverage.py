@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.device_coverage import Region, file_regions, functions_not_run, main, ranges
+from tools.device_coverage import Region, file_regions, functions_not_run, main, ranges, render
 
 MODULE = '''
 """A module."""
@@ -98,3 +98,9 @@ def test_the_report_is_printed(reports: tuple[Path, Path], capsys: pytest.Captur
     assert "  devices/base.py: Backend.runs_never (2 lines)" in lines
     assert "  devices/base.py: runs_on_the_device, line 13-14" in lines
     assert not any("other" in line for line in lines)
+    assert not any("test-xla" in line for line in lines)
+
+
+def test_the_report_says_where_files_of_xla_are_run(reports: tuple[Path, Path]) -> None:
+    device, every = (json.loads(path.read_text().replace("devices/base.py", "devices/xla.py")) for path in reports)
+    assert "devices/xla.py is run by `make test-xla`" in render(device, every).splitlines()[-1]
