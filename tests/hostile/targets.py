@@ -272,8 +272,7 @@ def deepspeed_config(data: bytes, folder: Path) -> None:
 
 
 def weight_index(data: bytes, folder: Path) -> None:
-    from accelerate.offload.store import checkpoint_files
-    from accelerate.offload.weight_files import find_weight_files, index_shards, read_json
+    from accelerate.offload.weight_files import checkpoint_files, find_weight_files, index_shards, read_json
 
     index = folder / "model.safetensors.index.json"
     index.write_bytes(data)

@@ -21,8 +21,8 @@ from accelerate.checkpointing.files import FileRecord
 from accelerate.checkpointing.manifest import Manifest, finish_publish
 from accelerate.checkpointing.state_folder import save_accelerator_state, save_custom_state
 from accelerate.commands.estimate_source import find_model
-from accelerate.offload.store import OffloadedWeightsLoader, checkpoint_files, offload_state_dict, offload_weight
-from accelerate.offload.weight_files import find_weight_files, save_offload_index
+from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict, offload_weight
+from accelerate.offload.weight_files import checkpoint_files, find_weight_files, save_offload_index
 from accelerate.strategies.deepspeed.checkpoint import _Reader, _to_universal
 
 OUTSIDE = ["../x", "a/../../x", "/x", "//server/x", "..\\x", "a\\..\\..\\x", "C:\\x", "C:x", "\\x", "..", "sub/.."]

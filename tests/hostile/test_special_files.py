@@ -21,9 +21,9 @@ from accelerate.config.file_text import load_text
 from accelerate.launch.hostfile import read_hostfile
 from accelerate.offload.estimate import read_tensors
 from accelerate.offload.safetensors_format import read_header
-from accelerate.offload.store import OffloadedWeightsLoader, checkpoint_files, load_state_dict, open_weights_file
+from accelerate.offload.store import OffloadedWeightsLoader, load_state_dict, open_weights_file
 from accelerate.offload.stored import RawFile, SafetensorsFile
-from accelerate.offload.weight_files import read_json
+from accelerate.offload.weight_files import checkpoint_files, read_json
 from accelerate.runtime import claims
 
 READERS: list[Callable[[Path], Any]] = [

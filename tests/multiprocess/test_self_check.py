@@ -37,7 +37,7 @@ if os.environ.get("RANK") == "1":
 LOADERS_FORGET = """
 import os
 if "RANK" in os.environ:
-    from accelerate.checkpointing.parts import LoaderPart
+    from accelerate.checkpointing.run_parts import LoaderPart
     LoaderPart.restore = lambda self, payload: None
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import mmap
 import os
 import threading
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Self
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _COLUMNS, _ROWS = 509, 64
 _SEGMENT = _COLUMNS * _ROWS * 8
@@ -192,6 +194,43 @@ class WorkerThread:
             except BaseException as error:  # noqa: BLE001 - the owner sees it at `result()`
                 future.set_exception(error)
             del job, future, function  # while it waits for the next one, nothing of the last one stays in memory
+
+
+class PendingSave:
+    """A checkpoint that is being written while training goes on.
+
+    The thread is not a daemon: a program that ends meanwhile waits for its last checkpoint.
+
+    Args:
+        target: The folder of the checkpoint.
+        work: Writes and publishes it.
+    """
+
+    def __init__(self, target: Path, work: Callable[[], None]) -> None:
+        self.target = target
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="accelerate-save")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the program waits
+            self._error = error
+            # Said now as well, because a program may end without waiting.
+            _LOG.error("%s", error)
+
+    def wait(self) -> Path:
+        """Wait for the end and return the folder of the checkpoint.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.target
 
 
 class FolderWriter:

@@ -1,4 +1,4 @@
-"""What a part of a checkpoint is, and the parts that are prepared objects: models, optimizers, schedulers, loaders, scaler."""
+"""What a part of a checkpoint is, and the parts that are prepared objects: models, optimizers, schedulers, scaler."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from safetensors.torch import load_file
 
 from accelerate._base import constants
 from accelerate._base.errors import CheckpointError, WrongTypeError
-from accelerate._base.untrusted import first_line, shown
+from accelerate._base.untrusted import shown
 from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.manifest import LOADER, STATEFUL_LOADER, Manifest
-from accelerate.checkpointing.sharded import ShardFolder, is_sharded
-from accelerate.checkpointing.torch_files import allows_pickle, load_in_threads, refusal
-from accelerate.data_loader.progress import check_loader_state
+from accelerate.checkpointing.manifest import Manifest
+from accelerate.checkpointing.sharded import ShardFolder, by_position, is_sharded
+from accelerate.checkpointing.torch_files import allows_pickle, broken, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.runtime import current
@@ -165,20 +164,13 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
         ) from error
     except pickle.UnpicklingError as error:
         if options.allows_pickle:
-            raise _broken(path, error) from error
+            raise CheckpointError(broken(path, error)) from error
         raise CheckpointError(refusal(path, error)) from error
     except Exception as error:  # whatever torch's readers, and those below them, make of broken bytes
-        raise _broken(path, error) from error
+        raise CheckpointError(broken(path, error)) from error
 
 
-def _broken(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. Use "
-        "another checkpoint."
-    )
-
-
-def _mapping(value: Any, origin: str) -> Mapping[Any, Any]:
+def as_mapping(value: Any, origin: str) -> Mapping[Any, Any]:
     """Return what a file of a checkpoint holds, if it is a dictionary, as all states are."""
     if not isinstance(value, Mapping):
         raise CheckpointError(
@@ -201,9 +193,7 @@ def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, An
             # Moved here: safetensors knows only some of the devices that torch knows.
             return {name: value.to(options.map_location) for name, value in load_file(safe).items()}
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{str(safe)!r} cannot be read ({error}), so it is probably broken. Use another checkpoint."
-            ) from error
+            raise CheckpointError(broken(safe, error)) from error
     if is_sharded(shards):
         return dict(ShardFolder(shards, options.allows_pickle).read_whole()["model"])
     plain = folder / indexed(constants.MODEL_NAME, index, ".bin")
@@ -363,30 +353,15 @@ class OptimizerPart(ObjectPart):
 
 def _check_optimizer(state: Any, origin: str) -> None:
     """Refuse what is not the state of an optimizer of torch."""
-    found = _mapping(state, origin)
+    found = as_mapping(state, origin)
     groups, held = found.get("param_groups"), found.get("state")
     if not isinstance(groups, list) or not all(
         isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
     ):
         raise CheckpointError(f"{origin} has no groups of parameters: it is broken. Use another checkpoint.")
-    for key, entry in _mapping(held, origin).items():
+    for key, entry in as_mapping(held, origin).items():
         if isinstance(key, int):  # of a parameter; what an optimizer keeps beside them is its own
-            _mapping(entry, origin)
-
-
-def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state whose parameters have names as one whose parameters are counted, as torch has it."""
-    groups: list[dict[str, Any]] = [dict(group) for group in state["param_groups"]]
-    held: Mapping[Any, Any] = state["state"]
-    if not any(isinstance(name, str) for group in groups for name in group["params"]):
-        return {"state": dict(held), "param_groups": groups}
-    positions: dict[str, int] = {}
-    for group in groups:
-        for name in group["params"]:
-            positions.setdefault(name, len(positions))
-        group["params"] = [positions[name] for name in group["params"]]
-    counted = {positions[name]: entry for name, entry in held.items() if name in positions}
-    return {"state": counted, "param_groups": groups}
+            as_mapping(entry, origin)
 
 
 class SchedulerPart(ObjectPart):
@@ -397,7 +372,7 @@ class SchedulerPart(ObjectPart):
 
     def read(self, folder: Path, options: LoadOptions) -> Any:
         origin = repr(str(folder / self.file))
-        state = _mapping(super().read(folder, options), origin)
+        state = as_mapping(super().read(folder, options), origin)
         own = self.held.state_dict()
         if isinstance(own, Mapping):
             self._check(state, own, origin)
@@ -440,7 +415,7 @@ class ScalerPart(ObjectPart):
             )
             return None
         origin = repr(str(folder / self.file))
-        state = _mapping(super().read(folder, options), origin)
+        state = as_mapping(super().read(folder, options), origin)
         wrong = [name for name in self.held.state_dict() if not isinstance(state.get(name), int | float)]
         if wrong:
             raise CheckpointError(
@@ -448,77 +423,3 @@ class ScalerPart(ObjectPart):
                 "Use another checkpoint."
             )
         return state
-
-
-class LoaderPart:
-    """A prepared loader.
-
-    A position is counted in global samples, so one file serves all ranks. Where the state of a loader is another on each
-    rank, each writes its own: torchdata's loaders, and data that was divided before it came here.
-
-    In a run that trains, a loader that no optimizer steps with is for evaluation: it starts anew, because a metric over
-    the rest of its samples would be a wrong number.
-
-    Args:
-        others: All loaders of the run.
-    """
-
-    def __init__(
-        self, loader: Any, index: int = 0, *, rank: int = 0, restores: bool = True, others: Sequence[Any] = ()
-    ) -> None:
-        self.name = f"loader {index}"
-        self.loader = loader
-        self.index = index
-        self.rank = rank
-        self.restores = restores
-        self.others = others
-        self._is_stateful = hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
-
-    @property
-    def everywhere(self) -> bool:
-        return self._is_stateful or getattr(self.loader, "differs_between_ranks", False)
-
-    def snapshot(self) -> Any:
-        if not hasattr(self.loader, "state_dict"):
-            return None
-        evaluates = (
-            hasattr(self.loader, "beginning_state_dict")
-            and not self.loader.trains
-            and any(getattr(loader, "trains", False) for loader in self.others)
-        )
-        return self.loader.beginning_state_dict() if evaluates else self.loader.state_dict()
-
-    def write(self, payload: Any, folder: FolderWriter) -> None:
-        if payload is not None:
-            file = self._file(self.rank if self.everywhere else 0, self._is_stateful)
-            folder.write_torch(file, payload, self.name)
-
-    def _file(self, rank: int, stateful: bool) -> str:
-        # The state of torchdata's loader is known to other libraries under a name of its own.
-        stem = STATEFUL_LOADER if stateful else LOADER
-        return indexed(stem, self.index, f"_rank{rank}.bin" if rank else ".bin")
-
-    def read(self, folder: Path, options: LoadOptions) -> Any:
-        if not self.restores or not hasattr(self.loader, "load_state_dict"):
-            return None
-        own_rank = self.rank if options.saved_world_size == options.world_size else 0
-        kind = self._is_stateful
-        # A position means the same to both kinds of loader; the kind that saved it may have been the other one.
-        files = [folder / self._file(rank, stateful) for stateful in (kind, not kind) for rank in (own_rank, 0)]
-        file = next((file for file in files if file.is_file()), None)
-        # Random states among it stay in host memory, where torch wants them.
-        state = read_torch(file, options, map_location="cpu") if file is not None else None
-        if state is None:
-            return None
-        origin = repr(str(file))
-        own = _mapping(state, origin).get("_accelerate", state)
-        if "epoch" in _mapping(own, origin):
-            check_loader_state(own, origin)
-        elif not kind:
-            _LOG.warning("%s was written by torchdata's loader alone: it says nothing to %s.", file, self.name)
-            return None
-        return state
-
-    def restore(self, payload: Any) -> None:
-        if payload is not None:
-            self.loader.load_state_dict(payload)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that are the run itself: registered objects, progress, open accumulation window, random states."""
+"""The parts of a checkpoint that are the run itself: registered objects, progress, loaders, open window, random states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from accelerate._base.constants import RNG_STATE_NAME
 from accelerate._base.errors import CheckpointError
 from accelerate._base.untrusted import is_whole, number_in, parse_json, read_limited, shown
 from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.manifest import CUSTOM, PROGRESS, WINDOW
-from accelerate.checkpointing.parts import LoadOptions, ObjectPart, Part, Stateful, read_torch
+from accelerate.checkpointing.manifest import CUSTOM, LOADER, PROGRESS, STATEFUL_LOADER, WINDOW
+from accelerate.checkpointing.parts import LoadOptions, ObjectPart, Part, Stateful, as_mapping, indexed, read_torch
 from accelerate.collectives.rng import set_seed
+from accelerate.data_loader.progress import check_loader_state
 from accelerate.data_loader.random_states import check_random_states
 from accelerate.devices.base import DeviceBackend
 from accelerate.parallel.mesh import GradientShare
@@ -84,6 +85,80 @@ class ProgressPart(ObjectPart):
                 "another checkpoint."
             )
         return found
+
+
+class LoaderPart:
+    """A prepared loader.
+
+    A position is counted in global samples, so one file serves all ranks. Where the state of a loader is another on each
+    rank, each writes its own: torchdata's loaders, and data that was divided before it came here.
+
+    In a run that trains, a loader that no optimizer steps with is for evaluation: it starts anew, because a metric over
+    the rest of its samples would be a wrong number.
+
+    Args:
+        others: All loaders of the run.
+    """
+
+    def __init__(
+        self, loader: Any, index: int = 0, *, rank: int = 0, restores: bool = True, others: Sequence[Any] = ()
+    ) -> None:
+        self.name = f"loader {index}"
+        self.loader = loader
+        self.index = index
+        self.rank = rank
+        self.restores = restores
+        self.others = others
+        self._is_stateful = hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
+
+    @property
+    def everywhere(self) -> bool:
+        return self._is_stateful or getattr(self.loader, "differs_between_ranks", False)
+
+    def snapshot(self) -> Any:
+        if not hasattr(self.loader, "state_dict"):
+            return None
+        evaluates = (
+            hasattr(self.loader, "beginning_state_dict")
+            and not self.loader.trains
+            and any(getattr(loader, "trains", False) for loader in self.others)
+        )
+        return self.loader.beginning_state_dict() if evaluates else self.loader.state_dict()
+
+    def write(self, payload: Any, folder: FolderWriter) -> None:
+        if payload is not None:
+            file = self._file(self.rank if self.everywhere else 0, self._is_stateful)
+            folder.write_torch(file, payload, self.name)
+
+    def _file(self, rank: int, stateful: bool) -> str:
+        # The state of torchdata's loader is known to other libraries under a name of its own.
+        stem = STATEFUL_LOADER if stateful else LOADER
+        return indexed(stem, self.index, f"_rank{rank}.bin" if rank else ".bin")
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        if not self.restores or not hasattr(self.loader, "load_state_dict"):
+            return None
+        own_rank = self.rank if options.saved_world_size == options.world_size else 0
+        kind = self._is_stateful
+        # A position means the same to both kinds of loader; the kind that saved it may have been the other one.
+        files = [folder / self._file(rank, stateful) for stateful in (kind, not kind) for rank in (own_rank, 0)]
+        file = next((file for file in files if file.is_file()), None)
+        # Random states among it stay in host memory, where torch wants them.
+        state = read_torch(file, options, map_location="cpu") if file is not None else None
+        if state is None:
+            return None
+        origin = repr(str(file))
+        own = as_mapping(state, origin).get("_accelerate", state)
+        if "epoch" in as_mapping(own, origin):
+            check_loader_state(own, origin)
+        elif not kind:
+            _LOG.warning("%s was written by torchdata's loader alone: it says nothing to %s.", file, self.name)
+            return None
+        return state
+
+    def restore(self, payload: Any) -> None:
+        if payload is not None:
+            self.loader.load_state_dict(payload)
 
 
 class WindowCounts(Protocol):

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from accelerate._base.errors import CheckpointError
-from accelerate._base.untrusted import MOST_LEVELS, check_regular, first_line, path_inside, read_limited, shown
-from accelerate.checkpointing.torch_files import load, refusal
+from accelerate._base.untrusted import MOST_LEVELS, check_regular, path_inside, read_limited, shown
+from accelerate.checkpointing.torch_files import broken, load, refusal
 from accelerate.offload.pickle_records import Name, Record, RecordUnpickler, Tuple, refuse
 from accelerate.offload.torch_format import check_saved, sparse_checked
 
@@ -115,10 +115,7 @@ def read_description(path: Path) -> Metadata:
     except pickle.UnpicklingError as error:
         raise CheckpointError(refusal(path, error)) from error
     except Exception as error:  # whatever broken bytes make of records
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. Use "
-            "another checkpoint."
-        ) from error
+        raise CheckpointError(broken(path, error)) from error
 
 
 def _as_metadata(found: Any) -> Metadata:
@@ -230,10 +227,7 @@ class ShardReader(FileSystemReader):
         except pickle.UnpicklingError as error:
             raise CheckpointError(refusal(path, error)) from error
         except Exception as error:  # whatever broken bytes make the readers of archives and pickles raise
-            raise CheckpointError(
-                f"{str(path)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. "
-                "Use another checkpoint."
-            ) from error
+            raise CheckpointError(broken(path, error)) from error
 
 
 def _order(place: ShardLocation) -> tuple[str, int]:

@@ -190,6 +190,21 @@ def _with_lists(value: Any) -> Any:
     return items
 
 
+def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state whose parameters have names as one whose parameters are counted, as torch has it."""
+    groups: list[dict[str, Any]] = [dict(group) for group in state["param_groups"]]
+    held: Mapping[Any, Any] = state["state"]
+    if not any(isinstance(name, str) for group in groups for name in group["params"]):
+        return {"state": dict(held), "param_groups": groups}
+    positions: dict[str, int] = {}
+    for group in groups:
+        for name in group["params"]:
+            positions.setdefault(name, len(positions))
+        group["params"] = [positions[name] for name in group["params"]]
+    counted = {positions[name]: entry for name, entry in held.items() if name in positions}
+    return {"state": counted, "param_groups": groups}
+
+
 class WholeTensors:
     """The tensors of a folder, brought together a batch at a time as they are asked for in order.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.catalog import newest_valid, prune
-from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, WorkerThread
+from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, PendingSave, WorkerThread
 from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, moment_in, publish
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
 from accelerate.checkpointing.run_parts import check_custom_count
@@ -416,47 +415,6 @@ class StagedSave:
         self.folder.close()
         if self.group.leads:
             discard_stage(self.folder.path)
-
-
-class PendingSave:
-    """A checkpoint that is being written while training goes on.
-
-    The thread is not a daemon: a program that ends meanwhile waits for its last checkpoint.
-
-    Args:
-        target: The folder of the checkpoint.
-        work: Writes and publishes it.
-    """
-
-    def __init__(self, target: Path, work: Callable[[], None]) -> None:
-        self.target = target
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="accelerate-save")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the program waits
-            self._error = error
-            # Said now as well, because a program may end without waiting.
-            _LOG.error("%s", error)
-
-    def done(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait for the end and return the folder of the checkpoint.
-
-        Raises:
-            CheckpointError: If it could not be saved.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self.target
 
 
 def _find(source: Path, group: RankGroup) -> tuple[Manifest | None, Exception | None]:

@@ -17,7 +17,6 @@ import torch
 
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import (
-    LoaderPart,
     LoadOptions,
     ModelPart,
     OptimizerPart,
@@ -27,7 +26,7 @@ from accelerate.checkpointing.parts import (
     WeightsPart,
     load_options,
 )
-from accelerate.checkpointing.run_parts import CustomPart, RandomPart
+from accelerate.checkpointing.run_parts import CustomPart, LoaderPart, RandomPart
 from accelerate.runtime import current
 
 FilePath = str | PathLike[str]

@@ -28,6 +28,7 @@ from torch import serialization
 from accelerate._base import pages
 from accelerate._base.errors import WrongTypeError
 from accelerate._base.helpers import log_once
+from accelerate._base.untrusted import first_line
 from accelerate.config import env
 from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors, identity_in_memory
 from accelerate.offload.torch_format import check_torch_file, sparse_checked
@@ -179,6 +180,14 @@ def refusal(f: str | Path, error: pickle.UnpicklingError, source: IO[bytes] | No
         f"{str(f)!r} is not read, {what}. A checkpoint from elsewhere could do harm this way. If you trust whoever wrote "
         f"it, write load_state(..., load_kwargs={{'weights_only': False}}), or set {ALLOW_PICKLE}=1 for a program that "
         "cannot be changed."
+    )
+
+
+def broken(f: Path, error: Exception) -> str:
+    """Return that a file of a checkpoint cannot be read, and what its reader said of it."""
+    return (
+        f"{str(f)!r} cannot be read ({type(error).__name__}: {first_line(error)}), so it is probably broken. Use another "
+        "checkpoint."
     )
 
 

@@ -21,7 +21,6 @@ from accelerate.offload.store import (
     BroadcastFile,
     OffloadedWeightsLoader,
     WeightsFile,
-    checkpoint_files,
     load_offloaded_weight,
     load_state_dict,
     offloaded_weights,
@@ -40,7 +39,7 @@ from accelerate.offload.tensors import (
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.offload.weight_files import raw_path, save_offload_index
+from accelerate.offload.weight_files import checkpoint_files, raw_path, save_offload_index
 from accelerate.runtime import current
 from accelerate.runtime.atomic import atomic_file
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import log_once
 from accelerate.collectives.base import Communicator
@@ -21,9 +20,7 @@ from accelerate.offload.safetensors_format import identity_in_memory, tensor_byt
 from accelerate.offload.stored import FilePath, RawFile, SafetensorsFile, StoredTensor
 from accelerate.offload.tensors import is_empty, resolve_dtype
 from accelerate.offload.weight_files import (
-    INDEX_SUFFIX,
     check_noted,
-    index_shards,
     load_torch,
     raw_path,
     read_offload_index,
@@ -363,32 +360,6 @@ def offloaded_weights(model: nn.Module) -> dict[str, OffloadedWeight]:
             if is_empty(tensor) and key in hook.weights_map:
                 found[f"{prefix}.{key}" if prefix else key] = OffloadedWeight(hook.weights_map, key, tensor)
     return found
-
-
-def checkpoint_files(checkpoint: FilePath) -> list[Path]:
-    """Return the files to load of a checkpoint: a weights file, an index of shards, or a folder with one of these.
-
-    Raises:
-        ConfigurationError: If there is none, or the folder has several to choose from.
-    """
-    path = Path(checkpoint)
-    if path.is_file():
-        return index_shards(path) if path.suffix == ".json" else [path]
-    if not path.is_dir():
-        raise ConfigurationError(
-            f"There is no checkpoint at {str(path)!r}: it is neither a file nor a folder. "
-            "Give a weights file, an index of shards, or the folder that holds them."
-        )
-    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-        if (path / name).is_file():
-            return [path / name]
-    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
-    if len(indexes) == 1:
-        return index_shards(indexes[0])
-    raise ConfigurationError(
-        f"The folder {str(path)!r} holds {len(indexes)} index files and neither {WEIGHTS_NAME} nor "
-        f"{SAFE_WEIGHTS_NAME}, so it does not say what to load. Give the path of the file or index itself."
-    )
 
 
 class WeightsFile(Protocol):

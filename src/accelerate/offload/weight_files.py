@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import (
     can_be_path,
@@ -65,6 +66,32 @@ def find_weight_files(path: Path) -> list[Path]:
             "say which of them make up one model. Give the path of a file or of an index."
         )
     return []
+
+
+def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
+    """Return the files to load of a checkpoint: a weights file, an index of shards, or a folder with one of these.
+
+    Raises:
+        ConfigurationError: If there is none, or the folder has several to choose from.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return index_shards(path) if path.suffix == ".json" else [path]
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"There is no checkpoint at {str(path)!r}: it is neither a file nor a folder. "
+            "Give a weights file, an index of shards, or the folder that holds them."
+        )
+    for name in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
+        if (path / name).is_file():
+            return [path / name]
+    indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    if len(indexes) == 1:
+        return index_shards(indexes[0])
+    raise ConfigurationError(
+        f"The folder {str(path)!r} holds {len(indexes)} index files and neither {WEIGHTS_NAME} nor "
+        f"{SAFE_WEIGHTS_NAME}, so it does not say what to load. Give the path of the file or index itself."
+    )
 
 
 def index_shards(index_file: Path) -> list[Path]:

@@ -24,7 +24,6 @@ from accelerate._base.enums import DistributedType, DynamoBackend
 from accelerate._base.errors import ConfigurationError, WrongTypeError
 from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import (
-    LoaderPart,
     ModelPart,
     OptimizerPart,
     Part,
@@ -32,6 +31,7 @@ from accelerate.checkpointing.parts import (
     ScalerPart,
     SchedulerPart,
 )
+from accelerate.checkpointing.run_parts import LoaderPart
 from accelerate.config import env
 from accelerate.config.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.plugins.training import DistributedDataParallelKwargs, TorchDynamoPlugin

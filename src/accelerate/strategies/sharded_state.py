@@ -25,12 +25,11 @@ from accelerate.checkpointing.parts import (
     OptimizerPart,
     Part,
     Prepared,
-    by_position,
     indexed,
     read_torch,
     read_weights,
 )
-from accelerate.checkpointing.sharded import ShardFolder
+from accelerate.checkpointing.sharded import ShardFolder, by_position
 from accelerate.checkpointing.torch_files import warn_of_code
 from accelerate.collectives.base import communicator
 from accelerate.parallel.unwrap import CHECKPOINT_WRAPPER, plain_name, plain_optimizer

@@ -14,8 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from accelerate._base import pages
+from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing import files
-from accelerate.checkpointing.files import _SEGMENT, Checksum, FileRecord, FolderWriter, WorkerThread, checksum
+from accelerate.checkpointing.files import (
+    _SEGMENT,
+    Checksum,
+    FileRecord,
+    FolderWriter,
+    PendingSave,
+    WorkerThread,
+    checksum,
+)
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -183,3 +192,16 @@ def test_what_a_function_raises_in_the_thread_is_raised_where_its_result_is_want
         failed.result(60)
     assert fine.result(60) == 3
     thread.close()
+
+
+def test_a_pending_save_is_waited_for_and_its_failure_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    done = PendingSave(Path("state"), lambda: None)
+    assert done.wait() == Path("state")
+
+    def fail() -> None:
+        raise CheckpointError("full")
+
+    failed = PendingSave(Path("state"), fail)
+    with pytest.raises(CheckpointError, match="full"):
+        failed.wait()
+    assert "full" in caplog.text

@@ -8,49 +8,13 @@ import pytest
 import torch
 from tests.support.checkpoints import load_part as load
 from tests.support.checkpoints import save_part as save
-from torch.utils.data import DataLoader
 
 from accelerate.checkpointing.parts import (
-    LoaderPart,
     ModelPart,
     SchedulerPart,
     WeightsPart,
 )
 from accelerate.checkpointing.run_parts import CustomPart
-from accelerate.data_loader import prepare_data_loader
-
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-
-
-class TestLoaders:
-    def loader(self, stateful: bool) -> Any:
-        base: Any = DataLoader(range(12), batch_size=2)  # type: ignore[arg-type]
-        return prepare_data_loader(base, use_stateful_dataloader=stateful)
-
-    @pytest.mark.parametrize("after", [True, False])
-    @pytest.mark.parametrize("before", [True, False])
-    def test_a_position_means_the_same_to_both_kinds(self, tmp_path: Path, before: bool, after: bool) -> None:
-        first = self.loader(before)
-        for _, _batch in zip(range(2), first, strict=False):
-            pass
-        save(LoaderPart(first), tmp_path)
-        assert [file.name for file in tmp_path.iterdir()] == ["dl_state_dict.bin" if before else "loader.bin"]
-        second = self.loader(after)
-        load(LoaderPart(second), tmp_path)
-        assert [batch.tolist() for batch in second] == [[4, 5], [6, 7], [8, 9], [10, 11]]
-
-    def test_a_loader_without_a_state_is_passed_over(self, tmp_path: Path) -> None:
-        plain: Any = DataLoader(range(4))  # type: ignore[arg-type]
-        save(LoaderPart(plain), tmp_path)
-        assert list(tmp_path.iterdir()) == []
-        load(LoaderPart(plain), tmp_path)
-
-    def test_each_rank_writes_what_is_its_own(self, tmp_path: Path) -> None:
-        part = LoaderPart(self.loader(True), 1, rank=3)
-        assert part.everywhere
-        assert not LoaderPart(self.loader(False)).everywhere
-        save(part, tmp_path)
-        assert [file.name for file in tmp_path.iterdir()] == ["dl_state_dict_1_rank3.bin"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Facts
 from accelerate.checkpointing.parts import LoadOptions
 from accelerate.checkpointing.snapshot import Snapshot, copy_before_step
-from accelerate.checkpointing.state import PendingSave, RankGroup, StagedSave
+from accelerate.checkpointing.state import RankGroup, StagedSave
 from accelerate.collectives.base import SoloCommunicator
 from accelerate.runtime.atomic import make_stage
 from accelerate.runtime.current import Topology
@@ -121,20 +121,6 @@ def test_each_machine_has_its_leader_and_its_files() -> None:
     assert RankGroup(SoloCommunicator(), Topology(4, 8, 0, 4, "test"), True).leads
     group = RankGroup(Rehearsed([(0, "other machine", None), (4, "this machine", None)]), topology, True)
     assert group.agree("here", Path("target"), "done") == ["here", "this machine"]
-
-
-def test_a_pending_save_is_waited_for_and_its_failure_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    done = PendingSave(Path("state"), lambda: None)
-    assert done.wait() == Path("state")
-    assert done.done()
-
-    def fail() -> None:
-        raise CheckpointError("full")
-
-    failed = PendingSave(Path("state"), fail)
-    with pytest.raises(CheckpointError, match="full"):
-        failed.wait()
-    assert "full" in caplog.text
 
 
 def test_a_program_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> None:

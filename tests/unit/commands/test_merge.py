@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelerate._base.errors import CheckpointError, ConfigurationError
-from accelerate.checkpointing.parts import by_position
-from accelerate.checkpointing.sharded import ShardFolder, WholeTensors, without_warnings_of_torch
+from accelerate.checkpointing.sharded import ShardFolder, WholeTensors, by_position, without_warnings_of_torch
 from accelerate.commands import accelerate_cli, merge
 from accelerate.utils import merge_fsdp_weights
 

@@ -17,7 +17,6 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.offload.store import (
     OffloadedWeightsLoader,
     PrefixedDataset,
-    checkpoint_files,
     extract_submodules_state_dict,
     identity_of_stored,
     load_offloaded_weight,
@@ -26,7 +25,7 @@ from accelerate.offload.store import (
     offload_weight,
     offloaded_weights,
 )
-from accelerate.offload.weight_files import save_offload_index
+from accelerate.offload.weight_files import checkpoint_files, save_offload_index
 
 META = torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]

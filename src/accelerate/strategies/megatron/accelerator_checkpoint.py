@@ -28,6 +28,7 @@ from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import LoadOptions, Part, read_torch
 from accelerate.checkpointing.sharded import ShardFolder
+from accelerate.checkpointing.torch_files import broken
 from accelerate.runtime import current
 from accelerate.strategies.megatron.accelerator_optimizer import EngineOptimizer
 from accelerate.strategies.megatron.engine import MegatronEngine
@@ -207,10 +208,7 @@ def _check_backends(path: Path) -> None:
         found = parse_json(read_limited(path / _BACKENDS))
         known = found["sharded_backend"] == _FORMAT and found.get("common_backend", "torch") == "torch"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{str(path / _BACKENDS)!r} cannot be read ({type(error).__name__}: {error}), so it is probably broken. Use another "
-            "checkpoint."
-        ) from error
+        raise CheckpointError(broken(path / _BACKENDS, error)) from error
     if not known:
         raise CheckpointError(
             f"{str(path)!r} is in the format {shown(found)} of megatron-core, and only {_FORMAT!r} is read here. Use another "
