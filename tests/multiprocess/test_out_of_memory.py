@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.processes import run_group
 from accelerate import Accelerator, PartialState, find_executable_batch_size
 from accelerate._base.errors import UsageError
 from accelerate.collectives import out_of_memory
+from accelerate.runtime import process_group
 from accelerate.runtime.gradient_clock import GradientState
 
 pytestmark = pytest.mark.multiprocess
@@ -218,6 +220,35 @@ def fails_while_another_computes(sign: Path) -> str:
     return message
 
 
+def hangs_up_on_connections_with_old_numbers() -> tuple[bool, str, list[float]]:
+    """Remake the group while sockets close that were open before, as gloo's own do when its thread comes late."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(2, 1))  # keeps the first group, and so the numbers of its sockets
+    late = [socket.socket() for _ in range(8)]
+    numbers = {closed.fileno() for closed in late}
+    init_process_group = torch.distributed.init_process_group
+
+    def close_and_init(**options: Any) -> None:
+        for closed in late:
+            closed.close()
+        init_process_group(**options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "init_process_group", close_and_init)
+        process_group.remake()
+    taken_over = any(Path(f"/proc/self/fd/{number}").exists() for number in numbers)
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def attempt(batch_size: int) -> None:
+        if accelerator.is_last_process and batch_size == 8:
+            raise torch.OutOfMemoryError("the device is full")
+        accelerator.wait_for_everyone()
+
+    error = raised(attempt)
+    del model
+    return taken_over, error, ranks_met()
+
+
 def all_checks() -> dict[str, Any]:
     _wait("_GRACE_SECONDS", 120.0)
     found: dict[str, Any] = {
@@ -313,6 +344,10 @@ def test_the_floor_is_an_error_on_all_ranks(found: list[dict[str, Any]]) -> None
 
 def test_another_error_stops_all_ranks_and_leaves_them_a_group(found: list[dict[str, Any]]) -> None:
     check_failures(found)
+
+
+def test_a_rank_hangs_up_on_connections_whose_numbers_were_in_use_before() -> None:
+    assert run_group(hangs_up_on_connections_with_old_numbers, 2, timeout=120) == [(True, "nothing", [0.0, 1.0])] * 2
 
 
 def test_an_error_is_not_kept_back_for_a_rank_that_computes(tmp_path: Path) -> None:

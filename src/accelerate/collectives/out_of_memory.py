@@ -6,16 +6,14 @@ import functools
 import gc
 import inspect
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar, overload
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
 
 from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate.runtime import current, process_group
@@ -24,8 +22,8 @@ from accelerate.runtime.memory import clear_device_cache, should_reduce_batch_si
 
 R = TypeVar("R")
 _LOG = logging.getLogger(__name__)
-_SLICE_SECONDS = 0.2
-"""How long a rank waits at a time: between two times other threads may use the store, and signals are handled."""
+_SHORTEST_SLEEP_SECONDS, _LONGEST_SLEEP_SECONDS = 0.001, 0.2
+"""Between two looks into the store a rank sleeps for a tenth of the time that it has waited so far, within these."""
 _PATIENCE_SECONDS = 0.5
 """How long a rank that ran out of memory waits for the others to do so too, before it breaks the group."""
 _GRACE_SECONDS = 10.0
@@ -125,14 +123,14 @@ class _Attempt:
         Args:
             word: Wait for this to be said instead.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        keys = [self._key(word)]
-        while not self.store.check(keys):
-            left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
+        # Not the store's own wait: torch warns of each one that ends without the key.
+        start = time.monotonic()
+        while not self.store.check([self._key(word)]):
+            waited = time.monotonic() - start
+            left = math.inf if seconds is None else seconds - waited
             if left <= 0:
                 return False
-            with suppress(DistStoreError):  # it did not come in that time
-                self.store.wait(keys, timedelta(seconds=left))
+            time.sleep(min(left, max(_SHORTEST_SLEEP_SECONDS, min(waited / 10, _LONGEST_SLEEP_SECONDS))))
         return True
 
     def conclude(self, is_complete: bool) -> None:

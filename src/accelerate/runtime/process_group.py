@@ -111,7 +111,7 @@ def close_connections() -> None:
 
     Destroying the group is not enough: a model that was wrapped for it keeps its connections open.
     """
-    for number in current.PARTIAL.get(_SOCKETS, ()):
+    for number, _ in current.PARTIAL.get(_SOCKETS, frozenset()) & _open_sockets():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if _is_pair(connection):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -127,15 +127,21 @@ def remake() -> None:
     current.forget_all()
 
 
-def _open_sockets() -> frozenset[int]:
-    """Return the numbers of this process's open sockets; empty where the system does not list them."""
+def _open_sockets() -> frozenset[tuple[int, int]]:
+    """Return this process's open sockets, each as its number and its inode; empty where the system does not list them.
+
+    A number alone says little: a thread of gloo closes the sockets of a broken group some time later, and the next
+    socket that is opened anywhere takes over the number.
+    """
     if not _DESCRIPTORS.is_dir():
         return frozenset()
     found = set()
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
-                found.add(int(entry.name))
+            number = int(entry.name)
+            status = os.fstat(number)
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((number, status.st_ino))
     return frozenset(found)
 
 

@@ -1,8 +1,9 @@
-"""A process leaves only when the threads of its gloo group rest."""
+"""A process leaves only when the threads of its gloo group rest, and hangs up on nothing but its group."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.runtime import process_group
+from accelerate.runtime import current, process_group
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list its threads")
 
@@ -50,3 +51,30 @@ def test_settling_waits_for_a_thread_at_work() -> None:
     process_group.settle_gloo_threads()
     assert work.is_completed()
     assert target[0].sum() == 30_000_000
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
+
+
+def test_only_the_connections_of_the_group_are_closed_whatever_their_numbers_are_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = process_group._open_sockets()
+    gone, kept = connected(), connected()
+    monkeypatch.setitem(current.PARTIAL, process_group._SOCKETS, process_group._open_sockets() - before)
+    numbers = {connection.fileno() for connection in gone}
+    for connection in gone:
+        connection.close()
+    other = connected()
+    assert {connection.fileno() for connection in other} & numbers
+    try:
+        process_group.close_connections()
+        assert kept[1].recv(1) == b""
+        other[0].sendall(b"x")
+        assert other[1].recv(1) == b"x"
+    finally:
+        for connection in (*kept, *other):
+            connection.close()
