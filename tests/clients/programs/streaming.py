@@ -50,7 +50,7 @@ def train(data: Any, dispatch: bool | None) -> dict[str, Any]:
     for epoch in range(2):
         loader.set_epoch(epoch)
         for batch in loader:
-            loss = nn.functional.cross_entropy(model(batch["image"].float()), batch["label"])
+            loss = nn.functional.cross_entropy(model(batch["image"].float() / 16), batch["label"])
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
