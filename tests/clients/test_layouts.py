@@ -51,11 +51,13 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def train(model: Any, accelerator: Any = None, cuts: bool = False) -> list[float]:
+def train(model: Any, accelerator: Any = None, cuts: bool = False) -> dict[str, list[float]]:
+    """Train with gradients clipped, and return the loss of each step and the norm before clipping."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
+    clip = torch.nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+    losses, norms = [], []
     for batch in batches():
         buffers = list(batch.values())
         if cuts:
@@ -66,17 +68,18 @@ def train(model: Any, accelerator: Any = None, cuts: bool = False) -> list[float
             loss = model(**batch, labels=batch["shift_labels"], use_cache=False).loss
             loss.backward() if accelerator is None else accelerator.backward(loss)
         losses.append(loss.item() if accelerator is None else accelerator.reduce(loss.detach(), "mean").item())
+        norms.append(clip(model.parameters(), 0.1).item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    return {"losses": losses, "norms": norms}
 
 
 def split(tied: bool) -> dict[str, Any]:
     accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     model = llama(tied)
-    losses = train(model, accelerator)
+    curves = train(model, accelerator)
     return {
-        "losses": losses,
+        **curves,
         "weights": accelerator.get_state_dict(model),
         "split": sorted(name for name, value in model.named_parameters() if isinstance(value, DTensor)),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
@@ -86,7 +89,7 @@ def split(tied: bool) -> dict[str, Any]:
 def cut() -> dict[str, Any]:
     accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(cp_size=2))
     model = llama()
-    return {"losses": train(model, accelerator, cuts=True), "weights": accelerator.get_state_dict(model)}
+    return {**train(model, accelerator, cuts=True), "weights": accelerator.get_state_dict(model)}
 
 
 def loaded(folder: str) -> dict[str, Any]:
@@ -100,7 +103,7 @@ def loaded(folder: str) -> dict[str, Any]:
             folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto")
         )
     before = sum(isinstance(value, DTensor) for value in model.parameters())
-    return {"losses": train(model, accelerator), "weights": accelerator.get_state_dict(model), "split": before}
+    return {**train(model, accelerator), "weights": accelerator.get_state_dict(model), "split": before}
 
 
 def everything(folder: str) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def everything(folder: str) -> dict[str, Any]:
 @cache
 def of_one_process(tied: bool) -> dict[str, Any]:
     model = llama(tied)
-    return {"losses": train(model), "weights": copy_weights(model)}
+    return {**train(model), "weights": copy_weights(model)}
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +131,7 @@ def test_a_layout_trains_as_one_process(found: dict[str, Any], name: str) -> Non
     expected = of_one_process("tied" in name)
     # Transformers computes the loss in float32, whatever the weights are.
     assert found[name]["losses"] == pytest.approx(expected["losses"], abs=2e-6)
+    assert found[name]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert_same_weights(found[name]["weights"], expected["weights"], 1e-5)
 
 

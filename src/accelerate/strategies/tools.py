@@ -62,6 +62,21 @@ def split_groups(tensor: torch.Tensor) -> Groups:
     return tuple(tensor.device_mesh.get_group(axis) for axis, placement in placements if not placement.is_replicate())
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the part of a parameter's gradient that this rank holds, split as the parameter is.
+
+    DTensor operations choose the placement of a gradient: that of a row-wise split embedding is replicated, that of a
+    norm under sequence parallelism consists of partial sums. The ranks that share the parameter call this together.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        # Kept, so that the optimizer does not exchange the gradient again.
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
 def gather_full(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
     """Return a nested state with every tensor full and on the CPU; all ranks take part, and those that keep none get none.
 
@@ -142,8 +157,9 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
 def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Limit each element of this rank's part of the gradients."""
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).clamp_(min=-clip_value, max=clip_value)
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            gradient.clamp_(min=-clip_value, max=clip_value)
 
 
 @dataclass
@@ -170,15 +186,16 @@ def clip_grad_norm(
     Args:
         parameters: Parameters of this rank, split over ranks in different ways or not at all.
         device: Where the groups' tensors lie.
-        groups_of: Returns the groups of ranks over which the gradient of a parameter is split.
+        groups_of: Returns the groups of ranks over which a parameter and its gradient are split.
         stages: The ranks that hold other layers of the same model.
     """
     families: dict[Groups, _SplitAlike] = {}
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
         family = families.setdefault(groups_of(parameter), _SplitAlike())
         family.dtype = torch.promote_types(family.dtype, parameter.dtype)
-        if parameter.grad is not None:
-            family.parts.append(local(parameter.grad))
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            family.parts.append(gradient)
     is_largest = math.isinf(norm_type)
     operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
     powers = []
