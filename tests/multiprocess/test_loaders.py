@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
@@ -24,11 +25,12 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from accelerate import Accelerator
 from accelerate.collectives.base import communicator
 from accelerate.data_loader import Position, prepare_data_loader, skip_first_batches
 from accelerate.runtime import current
 from accelerate.runtime.gradient_clock import GradientState
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 
 pytestmark = pytest.mark.multiprocess
 
@@ -419,3 +421,93 @@ def test_a_seedable_sampler_inside_of_a_batch_sampler_of_the_user() -> None:
     for epoch in range(2):
         assert sorted(ranks[0][epoch] + ranks[1][epoch]) == list(range(12))
     assert ranks[0][0] != ranks[0][1]
+
+
+class Counted(Stream):
+    """A stream that says how long it is."""
+
+    def __len__(self) -> int:
+        return self.length
+
+
+VARYING = [[0], [1, 2], [3, 4, 5], [6], [7, 8], [9, 10]]
+SKIPPABLE: dict[str, Callable[[], DataLoader]] = {
+    "map": lambda: DataLoader(range(11), batch_size=2),
+    "shuffled": lambda: DataLoader(range(11), batch_size=2, shuffle=True),
+    "varying": lambda: DataLoader(range(11), batch_sampler=VARYING),
+    "single": lambda: DataLoader(torch.arange(11).view(11, 1), batch_size=None),
+    "stream": lambda: DataLoader(Counted(11), batch_size=2),
+    "workers": lambda: DataLoader(Stream(11), batch_size=2, num_workers=2),
+}
+
+
+SKIPS: tuple[tuple[int, Callable[[DataLoader], DataLoader]], ...] = (
+    (0, lambda loader: loader),
+    (1, lambda loader: pickle.loads(pickle.dumps(loader))),
+    (2, lambda loader: loader),
+    (3, copy.deepcopy),
+    (8, lambda loader: loader),
+)
+"""Batches to skip, and what happens to the loader before it is prepared."""
+
+
+def skipped_before_prepare() -> dict[tuple[str, str], list[str]]:
+    """Return what is wrong with loaders that leave out batches before they are prepared; nothing should be."""
+    accelerator = Accelerator(cpu=True)
+    found: dict[tuple[str, str], list[str]] = {}
+    for config in ("dispatch_batches", "even_batches", "split_batches", "use_seedable_sampler"):
+        accelerator.dataloader_config = DataLoaderConfiguration(**{config: True}, data_seed=3)
+        accelerator.dataloader_config.dispatch_batches = config == "dispatch_batches"
+        for kind, make in SKIPPABLE.items():
+            if config == "split_batches" and kind in ("varying", "single"):
+                continue
+            wrong = found.setdefault((config, kind), [])
+            for count, duplicated in SKIPS[1:4:2] if kind == "workers" else SKIPS:
+                rest = sorted(int(entry) for batch in skip_first_batches(make(), count) for entry in batch)
+                prepared = accelerator.prepare(duplicated(skip_first_batches(make(), count)))
+                seen: list[int] = []
+                steps = 0
+                for batch in prepared:
+                    steps += 1
+                    seen += accelerator.gather_for_metrics(batch).view(-1).tolist()
+                    left = len(rest) - len(seen)
+                    if left and prepared.position.samples != 11 - left:
+                        wrong.append(f"{count}: {prepared.position} with {left} samples left")
+                if sorted(seen) != rest if kind != "shuffled" else len(set(seen)) != len(rest):
+                    wrong.append(f"{count}: {seen} instead of {rest}")
+                if kind != "workers" and len(prepared) != steps:
+                    wrong.append(f"{count}: {steps} steps instead of {len(prepared)}")
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_that_are_skipped_before_prepare_are_left_out_of_the_whole_epoch(count: int) -> None:
+    for rank in run_group(skipped_before_prepare, count):
+        assert {case: wrong for case, wrong in rank.items() if wrong} == {}
+        assert len(rank) == 4 * len(SKIPPABLE) - 2
+
+
+def skipped_and_resumed(states: dict[str, Any] | None) -> dict[str, Any]:
+    """Stop a whole epoch, or go on with the rest of it in a loader that leaves out its beginning."""
+    cpu()
+    found: dict[str, Any] = {}
+    for kind, make in SKIPPABLE.items():
+        set_seed(4)
+        prepared = prepare_data_loader(make() if states is None else skip_first_batches(make(), 2))
+        if states is not None:
+            prepared.load_state_dict(states[kind][1])
+        samples: list[int] = []
+        for number, batch in enumerate(prepared, 1):
+            samples += batch.view(-1).tolist()[: prepared.share.real]
+            if states is None and number == 2:
+                break
+        found[kind] = (samples, prepared.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_position_counts_what_was_skipped_before_prepare(count: int) -> None:
+    begun = run_group(skipped_and_resumed, count, None)
+    rest = run_group(skipped_and_resumed, count, begun[0])
+    for kind in SKIPPABLE:
+        assert sorted(n for part in (*begun, *rest) for n in part[kind][0]) == list(range(11)), kind

@@ -27,7 +27,7 @@ from accelerate.data_loader.draws import nested_samplers
 from accelerate.data_loader.order import length_of
 from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
-from accelerate.data_loader.samplers import data_shard, known_size, outer_batch_sampler, skipped_batches
+from accelerate.data_loader.samplers import data_shard, known_size, outer_batch_sampler, skipped_batches, without_skips
 from accelerate.runtime import current
 
 
@@ -74,6 +74,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
         self.slice_fn = slice_fn
         self.torch_device_mesh = torch_device_mesh
+        self.left_out = 0
+        """Batches of the loader that every pass leaves out."""
         self.iteration = iteration
         self._channel: SendingEnd | ReceivingEnd | None = None
 
@@ -174,8 +176,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         length = None if self._misstates_length else length_of(self)
         if length is None or not point.samples:
             return length
-        size = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
-        return None if not size or point.samples % size else length - point.samples // size
+        size: int | None = getattr(outer_batch_sampler(self.base_dataloader), "batch_size", None)
+        if not size or point.samples % size:
+            return None
+        left_out = self.left_out + without_skips(getattr(self._sampler_source(), "batch_sampler", None))[1]
+        return length + left_out - point.samples // size
 
     def _flush(self) -> None:
         if self._channel is not None:
@@ -222,16 +227,20 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         base, per_step = self.base_dataloader, self._batches_per_step
         is_placed = point.start > 0 and self._place_dataset(point)
         source = self._sampler_source()
+        is_there = source is not None or is_placed or point.is_reached_by_torchdata
+        consumed = point.samples if is_there else 0
         if source is not None:
-            source.open_pass(base, point, dataset_is_placed=is_placed)
-        skipped = self.skip_batches * per_step
+            consumed = max(consumed, source.open_pass(base, point, dataset_is_placed=is_placed).plan.start)
+        skipped = 0 if point.start else self.left_out + self.skip_batches * per_step
         batches = islice(self._start_reading(base), skipped, None)
         size = getattr(outer_batch_sampler(base), "batch_size", None) or 1
-        is_there = source is not None or is_placed or point.is_reached_by_torchdata
-        consumed = (skipped_batches(nested_samplers(base)) + skipped) * size + (point.samples if is_there else 0)
+        if not point.start:
+            consumed += (skipped_batches(nested_samplers(base)) + skipped) * size
         assembler = StepAssembler(self._num_shards, per_step, self._drop_last, self.slice_fn is not None)
         saves = self._saves_state()
         for step in assembler.steps(batches, 0 if is_there else point.start, consumed):
+            if source is not None:
+                step.consumed += max(source.observed.left_out - consumed, 0)
             step.state = None if saves is None else saves()
             yield step
 
@@ -271,7 +280,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __len__(self) -> int:
         per_step = self._batches_per_step
-        length = len(self.base_dataloader) - self.skip_batches * per_step
+        length = max(len(self.base_dataloader) - self.left_out - self.skip_batches * per_step, 0)
         return length // per_step if self._drop_last else -(-length // per_step)
 
     @property

@@ -30,6 +30,9 @@ class GlobalBatchPlan(EpochPlan):
 
     A global batch is cut into as few blocks as keep a process's slice within `batch_size` rows; blocks and slices are
     consecutive and of nearly equal size. A global batch that was begun before `start` is finished first.
+
+    Args:
+        left_out: Samples at the start of each epoch that no pass reads.
     """
 
     size: int
@@ -39,6 +42,7 @@ class GlobalBatchPlan(EpochPlan):
     drop_last: bool = False
     start: int = 0
     rank: int = 0
+    left_out: int = 0
 
     @property
     def remainder(self) -> int | None:
@@ -46,6 +50,10 @@ class GlobalBatchPlan(EpochPlan):
 
     def with_total(self, total: int | None) -> GlobalBatchPlan:
         return replace(self, total=total)
+
+    def starting_at(self, start: int) -> GlobalBatchPlan:
+        """Return the plan of a pass that begins after `start` samples."""
+        return replace(self, start=max(start, self.left_out))
 
     @property
     def end(self) -> int | None:
@@ -182,12 +190,12 @@ class GlobalBatchSampler(BatchSampler, DataSource):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.sizes.with_total(len(self.sampler)).length
+        return self.sizes.with_total(len(self.sampler)).starting_at(0).length
 
     def plan(self, start: int = 0) -> GlobalBatchPlan:
         """Return the plan of a pass that begins after `start` samples; it has a total if that is sure."""
         total = len(self.sampler) if has_exact_length(self.sampler) else None
-        return replace(self.sizes, total=total, start=start)
+        return self.sizes.with_total(total).starting_at(start)
 
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
         """Begin a pass: indices are passed over, no sample is read."""
@@ -200,12 +208,12 @@ class GlobalBatchSampler(BatchSampler, DataSource):
         if self.start == 0:
             return self._iterate(plan, self.observed)
         # Opened at once: what the rest of a pass draws for it is put back when the loader has begun to read.
-        _, indices = head_and_rest(self.sampler, 0, self.start, self.order, self.epoch)
+        _, indices = head_and_rest(self.sampler, 0, plan.start, self.order, self.epoch)
         return plan.slices(indices, self.observed)
 
     def _iterate(self, plan: GlobalBatchPlan, observed: Observations) -> Iterator[list[int]]:
         # Opened at the first index: `RandomSampler` draws its seed there, after the loader has drawn its own.
-        yield from plan.slices(head_and_rest(self.sampler, 0, 0, self.order, self.epoch)[1], observed)
+        yield from plan.slices(head_and_rest(self.sampler, 0, plan.start, self.order, self.epoch)[1], observed)
 
 
 class GlobalBatchDataset(IterableDataset[Any], DataSource):
@@ -230,12 +238,12 @@ class GlobalBatchDataset(IterableDataset[Any], DataSource):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return replace(self.plan, total=len(self.dataset), start=0).length  # type: ignore[arg-type]
+        return self.plan.with_total(len(self.dataset)).starting_at(0).length  # type: ignore[arg-type]
 
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
         """Begin a pass: elements are read and passed over, unless the dataset stands there already."""
-        self.plan = replace(self.plan, start=point.start)
-        self.passed_over = 0 if dataset_is_placed else point.start
+        self.plan = self.plan.starting_at(point.start)
+        self.passed_over = 0 if dataset_is_placed else self.plan.start
         return OpenedPass(self.plan, loader)
 
     def __iter__(self) -> Iterator[list[Any]]:

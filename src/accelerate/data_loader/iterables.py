@@ -46,6 +46,9 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
     `group_real` is the number of real elements of the group at hand. With worker processes each worker does this for
     the elements that the dataset gives it.
 
+    Args:
+        left_out: Elements at the start of each epoch that no pass reads.
+
     Raises:
         ConfigurationError: (a ValueError) if `split_batches` is asked for a size that cannot be split.
     """
@@ -58,6 +61,7 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
+        left_out: int = 0,
     ) -> None:
         if split_batches:
             check_splittable(batch_size, num_processes)
@@ -67,6 +71,7 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
+        self.left_out = left_out
         self.epoch = 0
         self.completes = True
         self.group_real = 0
@@ -86,9 +91,9 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        length, size = len(self.dataset), self.total_batch_size  # type: ignore[arg-type]
+        length, size = len(self.dataset) - self.left_out, self.total_batch_size  # type: ignore[arg-type]
         groups = length // size if self.drop_last else -(-length // size)
-        return groups * (size // self.num_processes)
+        return max(groups, 0) * (size // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -114,8 +119,12 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
 
     def _pass_over(self, elements: Iterator[Any], size: int) -> list[Any]:
         """Drop the elements that were handed out before, and return the first of them."""
-        left_out = sum(self._point.files)
-        dropped = samples_of_worker(self._point.samples - left_out, self._point.unit or size, self._point.streams)
+        in_files = sum(self._point.files)
+        dropped = samples_of_worker(self._point.samples - in_files, self._point.unit or size, self._point.streams)
+        if self.left_out and dropped:
+            no_part_of_it = min(samples_of_worker(self.left_out, self.batch_size), dropped)
+            next(islice(elements, no_part_of_it, no_part_of_it), None)
+            dropped -= no_part_of_it
         first = list(islice(elements, min(size, dropped)))
         next(islice(elements, dropped - len(first), dropped - len(first)), None)
         # Only a whole first group completes the last one as in a pass that was never stopped.
@@ -124,6 +133,9 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
         """Begin a pass: elements are passed over, or whole batches so that several workers keep their turns."""
         workers = loader.num_workers
+        if point.samples < self.left_out:
+            streams = tuple(turns_of(worker, workers, self.left_out, self.batch_size) for worker in range(workers))
+            point = ResumePoint(point.epoch, self.left_out, self.batch_size, streams=streams if workers > 1 else ())
         dropped = self._batches_to_drop(workers, point)
         start = 0 if dropped else point.start
         self._point = ResumePoint(
@@ -134,7 +146,7 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
         )
         if point.start and loader.persistent_workers:
             loader = copy_loader(loader)  # workers that run already have a copy of the dataset
-        streams: tuple[int, ...] = ()
+        streams = ()
         before = start or (point.samples if point.is_reached_by_torchdata else 0)
         if workers > 1:
             is_known = before and len(point.streams) == workers
@@ -171,9 +183,14 @@ def samples_of_worker(samples: int, unit: int, streams: tuple[int, ...] = ()) ->
         return samples
     if len(streams) == worker.num_workers:
         return streams[worker.id]
+    return turns_of(worker.id, worker.num_workers, samples, unit)
+
+
+def turns_of(worker: int, workers: int, samples: int, unit: int) -> int:
+    """Return what one of several workers has read of `samples`, if they take turns of `unit` elements."""
     groups, extra = divmod(samples, unit)
-    turns, rest = divmod(groups, worker.num_workers)
-    return (turns + (worker.id < rest)) * unit + (extra if worker.id == rest else 0)
+    turns, rest = divmod(groups, workers)
+    return (turns + (worker < rest)) * unit + (extra if worker == rest else 0)
 
 
 class GroupCollate:

@@ -30,6 +30,7 @@ from accelerate.data_loader.samplers import (
     known_size,
     outer_batch_sampler,
     skipped_batches,
+    without_skips,
 )
 
 _NOTHING: Any = object()
@@ -74,7 +75,8 @@ class PlainSource(DataSource):
             return OpenedPass(plan, copy_loader(loader, dataset=Offset(whole, point.start - sum(point.files))))
         dropped, rest = divmod(point.start, unit)
         if dataset is not None and self.sampler is not None and not is_iterable:
-            return OpenedPass(plan, copy_with_batch_sampler(loader, SkipBatchSampler(self.sampler, dropped)))
+            whole, _ = without_skips(self.sampler)
+            return OpenedPass(plan, copy_with_batch_sampler(loader, SkipBatchSampler(whole, dropped)))
         return OpenedPass(plan, loader, dropped + (rest > 0))
 
     def _num_batches(self, loader: Any, start: int) -> int | None:
@@ -209,8 +211,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         source.believes_length = not self._misstates_length
         is_placed = self._place_dataset(point)
         plan, reader, dropped = source.open_pass(base, point, dataset_is_placed=is_placed)
-        dropped += self.skip_batches
-        skipped = self.skip_batches + skipped_batches(samplers) + point.batches
+        skipped = point.batches
+        if not point.start:  # a position counts what is skipped
+            dropped += self.skip_batches
+            skipped += self.skip_batches + skipped_batches(samplers)
         progress = EpochProgress(plan, skipped, point.batches, source.order)
         progress.files = point.files
         self._start_progress(progress, point)
@@ -387,6 +391,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     loader goes on with the next epoch. If that loader's position was restored, `num_batches` counts from the start of
     the epoch, not from the position: the result starts at batch `num_batches`.
 
+    A loader that is not prepared yet may be skipped too: `prepare` then divides the rest of each epoch.
+
     Raises:
         ConfigurationError: (a ValueError) if `num_batches` is negative.
     """
@@ -422,7 +428,5 @@ def _skip_by_sampler(loader: Any, num_batches: int) -> Any | None:
     dataset, batch_sampler = getattr(loader, "dataset", None), outer_batch_sampler(loader)
     if dataset is None or isinstance(dataset, IterableDataset) or batch_sampler is None:
         return None
-    skip = num_batches
-    if isinstance(batch_sampler, SkipBatchSampler):
-        skip, batch_sampler = skip + batch_sampler.skip_batches, batch_sampler.batch_sampler
-    return copy_with_batch_sampler(loader, SkipBatchSampler(batch_sampler, skip))
+    whole, skipped = without_skips(batch_sampler)
+    return copy_with_batch_sampler(loader, SkipBatchSampler(whole, skipped + num_batches))

@@ -124,14 +124,14 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 
-    def head_and_rest(self, head: int, start: int) -> tuple[list[int], Iterator[int]]:
-        """Return the first `head` indices of the epoch and those after the first `start`."""
+    def head_and_rest(self, head: int, start: int, origin: int = 0) -> tuple[list[int], Iterator[int]]:
+        """Return the `head` indices after the first `origin` of the epoch, and those after the first `start`."""
         size = len(self.data_source)
         if self.replacement or self.num_samples != size:
-            return split_head(iter(self), head, start)
+            return split_head(iter(self), head, start, origin)
         self.generator.manual_seed(self.seed.at(self.epoch))
         order = torch.randperm(size, generator=self.generator)
-        return order[:head].tolist(), _listed(order[start:])
+        return order[origin : origin + head].tolist(), _listed(order[start:])
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration has."""
@@ -402,21 +402,25 @@ def has_exact_length(sampler: Any) -> bool:
 
 
 def head_and_rest(
-    sampler: Any, head: int, start: int, order: EpochOrder, epoch: int
+    sampler: Any, head: int, start: int, order: EpochOrder, epoch: int, origin: int = 0
 ) -> tuple[list[int], Iterator[int]]:
-    """Return the first `head` indices of an epoch and those after the first `start`; no sample is read."""
+    """Return the `head` indices after the first `origin` of an epoch, and those after the first `start`.
+
+    No sample is read.
+    """
     if type(sampler) is SequentialSampler:
         size = len(sampler)
-        return list(range(min(head, size))), iter(range(start, size))
+        return list(range(origin, min(origin + head, size))), iter(range(start, size))
     if isinstance(sampler, SeedableRandomSampler):
-        return sampler.head_and_rest(head, start)
+        return sampler.head_and_rest(head, start, origin)
     if not start:
         return [], order.open(sampler, epoch)
-    return split_head(order.open(sampler, epoch), head, start)
+    return split_head(order.open(sampler, epoch), head, start, origin)
 
 
-def split_head(indices: Iterator[int], head: int, start: int) -> tuple[list[int], Iterator[int]]:
-    """Return the first `head` of the indices and those after the first `start`."""
+def split_head(indices: Iterator[int], head: int, start: int, origin: int = 0) -> tuple[list[int], Iterator[int]]:
+    """Return the `head` indices after the first `origin`, and those after the first `start`."""
+    indices, start = islice(indices, origin, None), start - origin
     first = list(islice(indices, head))
     if start >= head:
         return first, islice(indices, start - head, None)

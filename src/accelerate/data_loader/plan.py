@@ -56,10 +56,12 @@ class Observations:
     Args:
         total: Samples of the epoch, once a sampler that could not say it has ended.
         batches: Sizes of the batches that were drawn and not yet handed out, where they vary.
+        left_out: Samples of the first batches, which every pass leaves out, where batches vary in size.
     """
 
     total: int | None = None
     batches: deque[BatchSize] = field(default_factory=deque)
+    left_out: int = 0
 
 
 UNKNOWN_SHARE = Share(None, None)
@@ -329,7 +331,8 @@ class GroupPlan(EpochPlan):
         real = clamp(samples - self.rank * rows, 0, rows)
         if self.has_ready_batches:
             return BatchSize(Share(None, None if real else 0), samples, -1, worker)
-        return BatchSize(Share(rows, real), samples, samples if samples < self.unit else 0, worker)
+        share = Share(rows if self.num_processes > 1 else real, real)  # one process has no others to keep up with
+        return BatchSize(share, samples, samples if samples < self.unit else 0, worker)
 
 
 class GroupNote(NamedTuple):

@@ -26,16 +26,17 @@ from accelerate.data_loader.global_batches import (
     GlobalBatchSampler,
 )
 from accelerate.data_loader.iterables import GroupCollate, IterableDatasetShard, is_hf_dataset
-from accelerate.data_loader.loader import DataLoaderShard
+from accelerate.data_loader.loader import DataLoaderShard, SkipDataLoader
 from accelerate.data_loader.order import DrawnOrder, EpochSeed, SeedableRandomSampler, agree, seeded_order
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IndexShard,
     check_splittable,
     copy_loader,
-    copy_with,
+    copy_with_sampler,
     data_shard,
     outer_batch_sampler,
+    without_skips,
 )
 from accelerate.runtime import current
 
@@ -92,8 +93,11 @@ def prepare_data_loader(
     target = None
     if put_on_device:
         target = current.runtime().device if device is None else device
+    left_out = 0
+    if isinstance(dataloader, SkipDataLoader):
+        dataloader, left_out = dataloader.base_dataloader, dataloader.skip_batches
     if isinstance(dataloader, custom_classes or ()):
-        return _make_loader(dataloader, target, _non_blocking=non_blocking)
+        return _make_loader(dataloader, target, _non_blocking=non_blocking, skip_batches=left_out)
     if isinstance(dataloader, DataLoaderAdapter):
         _log_on_main("a loader given to prepare is used as it is: it was prepared before")
         return dataloader
@@ -127,6 +131,7 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         stateful=use_stateful_dataloader,
         global_batch_size=global_batch_size,
+        left_out=left_out,
         # With a mesh other processes may read the same part, being ranks of one model.
         shares_order=count > 1 or (torch_device_mesh is not None and runtime.world_size > 1),
     )
@@ -137,7 +142,7 @@ def prepare_data_loader(
     sharding = detect_sharding(dataloader, count)
     if sharding.value:
         _log_on_main(f"a loader given to prepare is used as it is, without sharding: {sharding.reason}")
-        return _shard_loader(copy_loader(dataloader), options, split_elsewhere=count)
+        return _shard_loader(copy_loader(dataloader), options, split_elsewhere=count, skip_batches=left_out)
     if dispatches:
         return _dispatcher(dataloader, options, slice_fn_for_dispatch, torch_device_mesh)
     if is_iterable:
@@ -151,6 +156,7 @@ class _LoaderOptions:
     """The checked options of one call.
 
     Args:
+        left_out: The first batches of the loader that every pass leaves out, where no batch sampler does that.
         shares_order: Whether several processes read the same order and must agree on it.
     """
 
@@ -164,15 +170,20 @@ class _LoaderOptions:
     non_blocking: bool
     stateful: bool
     global_batch_size: int | None
+    left_out: int
     shares_order: bool
 
     def global_batch_plan(self, batches: Any) -> GlobalBatchPlan | None:
         """Return the sizes of global batches, None if none are asked for; `batches` is a batch sampler or loader."""
         if self.global_batch_size is None:
             return None
-        count, index = self.num_processes, self.process_index
         return GlobalBatchPlan(
-            self.global_batch_size, batches.batch_size, count, drop_last=batches.drop_last, rank=index
+            self.global_batch_size,
+            batches.batch_size,
+            self.num_processes,
+            drop_last=batches.drop_last,
+            rank=self.process_index,
+            left_out=(self.left_out + without_skips(batches)[1]) * batches.batch_size,
         )
 
 
@@ -212,7 +223,7 @@ def _check_options(loader: Any, options: _LoaderOptions, *, dispatches: bool, pu
         "rank 0 would cut the batches; leave out dispatch_batches=True": dispatches,
         "the loader's batch_size must be known; build the loader with one": not batch_size,
         "a batch sampler of one's own fixes the batches; pass a sampler and a batch_size to the loader": (
-            not is_iterable and type(outer_batch_sampler(loader)) is not BatchSampler
+            not is_iterable and type(without_skips(outer_batch_sampler(loader))[0]) is not BatchSampler
         ),
         "several workers would mix the global batches of an iterable dataset; use num_workers=1 or 0": (
             is_iterable and loader.num_workers > 1
@@ -254,7 +265,11 @@ def _differs_between_ranks(dataset: Any) -> bool:
 
 
 def _shard_loader(
-    base: Any, options: _LoaderOptions, seeds: list[EpochSeed] | None = None, split_elsewhere: int = 0
+    base: Any,
+    options: _LoaderOptions,
+    seeds: list[EpochSeed] | None = None,
+    split_elsewhere: int = 0,
+    skip_batches: int = 0,
 ) -> DataLoaderShard:
     """Return the loader of this process around what it reads."""
     if options.stateful:
@@ -263,6 +278,7 @@ def _shard_loader(
         base,
         options.device,
         rng_types=options.rng_types,
+        skip_batches=skip_batches,
         _drop_last=bool(getattr(outer_batch_sampler(base), "drop_last", base.drop_last)),
         _non_blocking=options.non_blocking,
         use_stateful_dataloader=options.stateful,
@@ -301,12 +317,12 @@ def _sharded_samplers(loader: Any, options: _LoaderOptions) -> tuple[dict[str, A
         seed = EpochSeed(shared=shared) if base is None else EpochSeed(agree(base) if shared else base)
         sampler = SeedableRandomSampler.like(sampler, seed)
         if batch_sampler is not None:
-            batch_sampler = copy_with(batch_sampler, sampler=sampler)
+            batch_sampler = copy_with_sampler(batch_sampler, sampler)
     if isinstance(sampler, SeedableRandomSampler):
         seeds.append(sampler.seed)
     drawn = DrawnOrder(shared=options.shares_order)
     if batch_sampler is None:
-        single = IndexShard(sampler, count, index, options.even)
+        single = IndexShard(sampler, count, index, options.even, options.left_out)
         single.batch_sampler.order = drawn
         return {"sampler": single}, seeds
     shard: BatchSamplerShard | GlobalBatchSampler
@@ -330,8 +346,10 @@ def _shard_iterable(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
         collate = GlobalBatchCollate(loader.collate_fn, dataset)
         changes = {"dataset": dataset, "collate_fn": collate, "batch_size": None, "batch_sampler": None}
         return _shard_loader(copy_loader(loader, **changes), options)
+    # One process, or processes that share each batch, take as many steps as the loader has batches.
+    steps_left_out = options.left_out if count == 1 or options.split else 0
     if count == 1 and loader.num_workers <= 1:
-        return _shard_loader(copy_loader(loader), options)
+        return _shard_loader(copy_loader(loader), options, skip_batches=steps_left_out)
     by_files = _reads_files(loader, options)
     if is_hf_dataset(loader.dataset, "IterableDataset"):
         reads = "its own files" if by_files.value else "all files"
@@ -342,7 +360,9 @@ def _shard_iterable(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
     if by_files.value:
         own = loader.dataset.shard(num_shards=count, index=index)
         return _shard_loader(copy_loader(loader, dataset=own), options, split_elsewhere=count)
-    shard = IterableDatasetShard(loader.dataset, loader.batch_size or 1, loader.drop_last, count, index, options.split)
+    size = loader.batch_size or 1
+    left_out = (options.left_out - steps_left_out) * size
+    shard = IterableDatasetShard(loader.dataset, size, loader.drop_last, count, index, options.split, left_out)
     # One process needs the view only to know how far each of its workers has read.
     shard.completes = count > 1
     changes = {"dataset": shard, "collate_fn": GroupCollate(loader.collate_fn, shard)}
@@ -350,7 +370,7 @@ def _shard_iterable(loader: Any, options: _LoaderOptions) -> DataLoaderShard:
         own_size = loader.batch_size // count
         own_batches = BatchSampler(loader.sampler, own_size, loader.drop_last)
         changes |= {"batch_size": own_size, "batch_sampler": own_batches}
-    return _shard_loader(copy_loader(loader, **changes), options)
+    return _shard_loader(copy_loader(loader, **changes), options, skip_batches=steps_left_out)
 
 
 def _reads_files(loader: Any, options: _LoaderOptions) -> Choice[bool]:
@@ -358,6 +378,8 @@ def _reads_files(loader: Any, options: _LoaderOptions) -> Choice[bool]:
     count = options.num_processes
     if not is_hf_dataset(loader.dataset, "IterableDataset") or options.split or loader.batch_size is None:
         return Choice(False, "its elements are shared out one by one")
+    if options.left_out:
+        return Choice(False, "its first batches are left out, which are of the first files")
     num_files = loader.dataset.num_shards
     if num_files < count:
         return Choice(False, f"{num_files} are too few for {count} processes, so each takes its part of all elements")
@@ -395,5 +417,6 @@ def _dispatcher(
         _base_dataloader=base,
     )
     dispatcher.device = options.device
+    dispatcher.left_out = options.left_out if isinstance(loader.dataset, IterableDataset) else 0
     dispatcher.seed_with(seeds, reshuffles_after_break=options.base_seed is None)
     return dispatcher

@@ -267,6 +267,7 @@ class EpochProgress:
     def observe(self, observed: Observations) -> None:
         """Take what a sampler notes of this pass: it has drawn the batches that the pass leaves out, and more."""
         self.observed = observed
+        self._sum = self._sum_before = max(self._sum, observed.left_out)
         if observed.batches:
             for _ in range(self.skipped):
                 self._add(observed.batches.popleft())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Sampler
@@ -79,6 +79,13 @@ def copy_loader(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return twin
 
 
+def copy_with_sampler(batch_sampler: Any, sampler: Any) -> Any:
+    """Return a copy of a batch sampler that takes its indices from another sampler."""
+    if isinstance(batch_sampler, SkipBatchSampler):
+        return SkipBatchSampler(copy_with_sampler(batch_sampler.batch_sampler, sampler), batch_sampler.skip_batches)
+    return copy_with(batch_sampler, sampler=sampler)
+
+
 def copy_with_batch_sampler(loader: Any, batch_sampler: Any) -> Any:
     """Return the same loader with another batch sampler, where its own was given."""
     is_given_as_sampler = isinstance(loader.sampler, BatchSampler)
@@ -117,6 +124,9 @@ class BatchSamplerShard(BatchSampler, DataSource):
     Batches go to the processes in turns; with `split_batches` each batch is cut into one part a process. Unless the
     batch sampler drops its last batch, the last round is completed with the first samples of the epoch
     (`even_batches`), or handed out as it is.
+
+    The first batches that a `SkipBatchSampler` inside leaves out count as consumed, so that a position means the same
+    with and without it.
 
     Args:
         batch_sampler: Any iterable of lists of indices; `batch_size` and `drop_last` are read from it if it has them.
@@ -179,17 +189,18 @@ class BatchSamplerShard(BatchSampler, DataSource):
 
     def plan(self, start: int = 0, rounds: int | None = None) -> RoundPlan:
         """Return the plan of a pass that begins after `start` samples, which were `rounds` batches of one process."""
-        inner = self.batch_sampler
+        inner, left_out = without_skips(self.batch_sampler)
         has_fixed_size = type(inner) is BatchSampler
         total = length_of(inner.sampler) if has_fixed_size else None
         sizes = (self.batch_size, self.num_processes, self.split_batches, self.even_batches, self.drop_last)
         is_alone = self.num_processes == 1
         if has_fixed_size:
+            start = max(start, left_out * self.batch_size)
             is_exact = has_exact_length(inner.sampler)
             is_believed = not is_exact and is_alone and self.believes_length and total is not None
             return RoundPlan(total, *sizes, start, self.process_index, is_exact or is_believed, is_believed)
         length = length_of(inner) if is_alone and self.believes_length else None
-        before = (rounds if start else 0) if is_alone else None
+        before = (rounds if start else left_out) if is_alone else None
         return VaryingRoundPlan(total, *sizes, start, self.process_index, False, length=length, rounds=before)
 
     def open_pass(self, loader: Any, point: ResumePoint, *, dataset_is_placed: bool) -> OpenedPass:
@@ -206,19 +217,21 @@ class BatchSamplerShard(BatchSampler, DataSource):
         """Yield the batches of a pass after the first `skip` of this process."""
         observed = self.observed = Observations()
         opened, self._opened = self._opened, None
-        plan = opened if opened is not None and opened.start == self.start else self.plan(self.start)
+        plan = self.plan(self.start) if opened is None else opened
+        inner, left_out = without_skips(self.batch_sampler)
         if plan.is_observed:
             # Opened at once, as the loader opens a batch sampler of the user.
-            batches = self.order.watched(self.order.open(self.batch_sampler, self.epoch))
-            return islice(self._varying_batches(plan, observed, batches), skip, None)
+            batches = self.order.watched(self.order.open(inner, self.epoch))
+            return islice(self._varying_batches(plan, observed, batches, left_out), skip, None)
         return self._fixed_batches(plan, observed, plan.start + skip * plan.unit)
 
     def _fixed_batches(self, plan: RoundPlan, observed: Observations, start: int) -> Iterator[list[int]]:
         """Yield the batches after `start` samples; the sampler is opened at the first one, as `BatchSampler` does."""
-        order, size = self.order, self.batch_size
-        head, rest = head_and_rest(self.batch_sampler.sampler, plan.unit if start else 0, start, order, self.epoch)
+        order, size, sampler = self.order, self.batch_size, self.sampler
+        origin = without_skips(self.batch_sampler)[1] * size
+        head, rest = head_and_rest(sampler, plan.unit if start > origin else 0, start, order, self.epoch, origin)
         batches = order.watched(batched(rest, size, self.drop_last))
-        if not has_exact_length(self.batch_sampler.sampler):
+        if not has_exact_length(sampler):
             batches = _counted(batches, observed, start, replace(plan, start=start).num_batches)
         if self.num_processes == 1:
             yield from batches
@@ -227,8 +240,9 @@ class BatchSamplerShard(BatchSampler, DataSource):
             yield indices
 
     def _varying_batches(
-        self, plan: RoundPlan, observed: Observations, batches: Iterator[list[int]]
+        self, plan: RoundPlan, observed: Observations, batches: Iterator[list[int]], left_out: int
     ) -> Iterator[list[int]]:
+        passed = observed.left_out = sum(map(len, islice(batches, left_out)))
         if self.num_processes == 1 and plan.start == 0:
             # Handed out as they come: nobody waits for the next to see whether a short one was the last.
             for batch in batches:
@@ -238,7 +252,6 @@ class BatchSamplerShard(BatchSampler, DataSource):
                 yield batch
             return
         first: list[list[int]] = []
-        passed = 0
         while passed < plan.start and (batch := next(batches, [])):
             if len(first) < plan.batches_per_round:
                 first.append(batch)
@@ -288,25 +301,36 @@ class SkipBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         inner, skip = self.batch_sampler, self.skip_batches
         if isinstance(inner, BatchSamplerShard):
-            return inner.iterate(skip)
+            return inner.iterate(0 if inner.start else skip)  # a position counts what is skipped
         if type(inner) is BatchSampler and skip:
             _, rest = head_and_rest(inner.sampler, 0, skip * inner.batch_size, EpochOrder(), 0)
             return batched(rest, inner.batch_size, inner.drop_last)
         return islice(iter(inner), skip, None)
 
 
+def without_skips(batch_sampler: Any) -> tuple[Any, int]:
+    """Return the batch sampler of a whole epoch, and how many of its first batches are skipped."""
+    skipped = 0
+    while isinstance(batch_sampler, SkipBatchSampler):
+        batch_sampler, skipped = batch_sampler.batch_sampler, skipped + batch_sampler.skip_batches
+    return batch_sampler, skipped
+
+
 def skipped_batches(samplers: list[Any]) -> int:
-    """Return how many of the first batches these samplers of a loader leave out."""
-    return sum(part.skip_batches for part in samplers if isinstance(part, SkipBatchSampler))
+    """Return how many of its first batches a process leaves out, by the samplers of its loader from the outside in."""
+    # What is left out before the data is divided is part of the source's plan.
+    outside = takewhile(lambda part: not isinstance(part, DataSource), samplers)
+    return sum(part.skip_batches for part in outside if isinstance(part, SkipBatchSampler))
 
 
 class IndexShard(Sampler[int]):
     """The indices that one process takes of a sampler whose every index stands for a whole batch."""
 
-    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True) -> None:
-        self.batch_sampler = BatchSamplerShard(
-            SingleIndices(sampler), num_processes, process_index, False, even_batches
-        )
+    def __init__(
+        self, sampler: Any, num_processes: int, process_index: int, even_batches: bool = True, left_out: int = 0
+    ) -> None:
+        single = SkipBatchSampler(SingleIndices(sampler), left_out)
+        self.batch_sampler = BatchSamplerShard(single, num_processes, process_index, False, even_batches)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)

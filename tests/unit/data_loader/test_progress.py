@@ -14,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     Sampler,
     SequentialSampler,
@@ -23,6 +24,7 @@ from torch.utils.data import (
 from accelerate.data_loader import Position, Share, prepare_data_loader, skip_first_batches
 from accelerate.data_loader.plan import BatchSize, GroupNote, GroupPlan, Observations, ObservedPlan, RoundPlan
 from accelerate.data_loader.progress import EpochProgress, ResumePoint
+from accelerate.runtime.gradient_clock import GradientState
 
 
 class Untouchable(Dataset):
@@ -414,3 +416,44 @@ def test_streams_are_counted_each() -> None:
     point = progress.resume_point(Position(2, progress.consumed), workers=2)
     assert point == ResumePoint(2, 11, 4, 2, (7, 4), rounds=3, batches=2, is_reached_by_torchdata=True)
     assert ResumePoint.from_state_dict(point.state_dict()).streams == (7, 4)
+
+
+@pytest.mark.parametrize("data", [range(11), Stream(11)], ids=["map", "stream"])
+def test_batches_skipped_before_prepare_are_left_out_of_global_batches(data: Any) -> None:
+    ranks = []
+    for rank in range(2):
+        skipping = skip_first_batches(DataLoader(data, batch_size=2), 2)
+        loader = prepare_data_loader(skipping, num_processes=2, process_index=rank, global_batch_size=6)
+        ranks.append([(batch.tolist(), loader.position.samples) for batch in loader])
+        loader.seek(Position(0, 6))
+        assert [batch.tolist() for batch in loader] == [batch for batch, _ in ranks[rank][1:]]
+    assert ranks[0][0] == ([4], 6)
+    assert [entry for batches in zip(*ranks, strict=True) for batch, _ in batches for entry in batch] == [*range(4, 11)]
+
+
+def test_a_loader_of_another_class_leaves_out_what_was_skipped_before_prepare() -> None:
+    class Own:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    loader = prepare_data_loader(skip_first_batches(Own(), 2), custom_classes=(Own,))
+    seen = [(batch, loader.end_of_dataloader, GradientState().active_dataloader is loader) for batch in loader]
+    assert seen == [(2, False, True), (3, False, True), (4, True, True)]
+
+
+def test_a_split_loader_resumes_behind_what_was_skipped_before_prepare() -> None:
+    def make() -> Any:
+        sampler = DistributedSampler(range(20), num_replicas=2, rank=1, shuffle=False)
+        skipping = skip_first_batches(DataLoader(range(20), batch_size=2, sampler=sampler), 1)
+        return prepare_data_loader(skipping, num_processes=2, process_index=1)
+
+    stopped = make()
+    next(iter(stopped))
+    assert stopped.position == Position(0, 8)
+    resumed = make()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [(batch.tolist(), resumed.position.samples) for batch in resumed] == [
+        ([9, 11], 12),
+        ([13, 15], 16),
+        ([17, 19], 0),
+    ]
