@@ -31,6 +31,7 @@ from accelerate.data_loader.order import DrawnOrder, EpochSeed, SeedableRandomSa
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IndexShard,
+    batch_size_of,
     check_splittable,
     copy_loader,
     copy_with_sampler,
@@ -208,7 +209,7 @@ def _check_options(loader: Any, options: _LoaderOptions, *, dispatches: bool, pu
             f"dispatch_batches={dispatches!r} was given with put_on_device=False: what rank 0 reads is sent to each process "
             "and placed on its device; pass put_on_device=True, or leave dispatch_batches out"
         )
-    batch_size = getattr(outer_batch_sampler(loader), "batch_size", None) or loader.batch_size
+    batch_size = batch_size_of(loader)
     if options.split:
         check_splittable(batch_size, options.num_processes)
     if options.stateful:

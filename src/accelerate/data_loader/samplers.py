@@ -42,6 +42,12 @@ def outer_batch_sampler(loader: Any) -> Any:
     return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """Return the size of a loader's batches; with a batch sampler of the user, torch keeps it in that sampler alone."""
+    size: int | None = getattr(outer_batch_sampler(loader), "batch_size", None) or getattr(loader, "batch_size", None)
+    return size
+
+
 def get_sampler(dataloader: Any) -> Any:
     """Return the sampler inside the batch sampler of a loader, None if it has none."""
     return getattr(_inner_batch_sampler(dataloader), "sampler", None)

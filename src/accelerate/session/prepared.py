@@ -17,7 +17,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.data_loader import prepare_data_loader
-from accelerate.data_loader.samplers import check_splittable
+from accelerate.data_loader.samplers import batch_size_of, check_splittable
 from accelerate.optimizer import AcceleratedOptimizer, remap_optimizers
 from accelerate.parallel.unwrap import extract_model_from_parallel, is_prepared_inside
 from accelerate.runtime import current
@@ -274,7 +274,7 @@ class Preparer:
         if options.dataloader_config.split_batches and options.global_batch_size is None:
             for argument in bundle.of(ObjectKind.LOADER):
                 if not _is_prepared(argument.given):
-                    check_splittable(getattr(argument.given, "batch_size", None), strategy.data_shard()[1])
+                    check_splittable(batch_size_of(argument.given), strategy.data_shard()[1])
 
     def _check_model(self, model: torch.nn.Module) -> None:
         if _is_prepared(model):

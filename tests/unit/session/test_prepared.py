@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.support.processes import run_group
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate._base.errors import ConfigurationError
@@ -280,6 +281,18 @@ def refused(function: Callable[[], Any]) -> str:
     return "nothing"
 
 
+class SizedBatches:
+    """Batches of a user who says how large they are."""
+
+    batch_size = 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]])
+
+    def __len__(self) -> int:
+        return 3
+
+
 def prepare_in_a_group() -> dict[str, Any]:
     accelerator = Accelerator()
     model, optimizer, scheduler, _ = parts()
@@ -301,17 +314,28 @@ def prepare_in_a_group() -> dict[str, Any]:
         "spread": refused(lambda: accelerator.prepare(spread)),
         "odd": refused(lambda: splitting.prepare(untouched, odd)),
         "untouched": not splitting._models and not hasattr(untouched, "_is_accelerate_prepared"),
+        "given": [
+            [batch.tolist() for batch in splitting.prepare(torch.utils.data.DataLoader(range(10), batch_sampler=given))]
+            for given in (BatchSampler(SequentialSampler(range(10)), 4, False), SizedBatches())
+        ],
+        "odd sampler": refused(
+            lambda: splitting.prepare(
+                torch.utils.data.DataLoader(range(10), batch_sampler=BatchSampler(range(10), 3, drop_last=False))
+            )
+        ),
         "unknown": refused(lambda: splitting.prepare(torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=None))),
     }
 
 
 def test_preparing_in_a_group() -> None:
-    for found in run_group(prepare_in_a_group, 2):
+    for rank, found in enumerate(run_group(prepare_in_a_group, 2)):
         inner, alone = found.pop("inner"), found.pop("inner_alone")
         assert "This Linear was already prepared" in inner
         assert alone == inner
         assert "spread over several devices" in found.pop("spread")
         assert "batch_size=3, which 2 processes cannot share equally" in found.pop("odd")
+        assert "batch_size=3" in found.pop("odd sampler")
+        assert found.pop("given") == [[[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]][rank]] * 2
         assert "batch_size=None" in found.pop("unknown")
         assert found.pop("evaluation") == "Linear"
         assert found == dict.fromkeys(found, True)
