@@ -203,6 +203,42 @@ def metrics_of_other_objects_count_every_sample_once() -> None:
         assert [entry["box"].shape for entry in found] == [(n % 3, 4) for n in range(real_total)]
 
 
+def metrics_of_lists_of_batched_tensors_are_merged_by_entry() -> None:
+    for rows in (1, 2, 3, 4):  # lists of 1 to 4 entries: shorter than the batch, as long as it, and longer
+        for real_total in (rows * world() - 1, rows * world()):
+            numbers, share = batch_of(rows, real_total)
+            column, every = torch.tensor(numbers), list(range(real_total))
+            pair = gather_for_metrics_rows([column, {"y": column}], share)
+            assert [pair[0].tolist(), pair[1]["y"].tolist()] == [every, every]
+            for length in (1, 2, 3, 4):
+                heads = [{"h": column + 10 * i, "two": column[:, None]} for i in range(length)]
+                found = gather_for_metrics_rows({"out": heads}, share)["out"]
+                assert [head["h"].tolist() for head in found] == [[n + 10 * i for n in every] for i in range(length)]
+                assert all(head["two"].shape == (real_total, 1) for head in found)
+            names = [f"sample {number}" for number in numbers]
+            mixed: Any = [{"h": column, "name": names}, {"h": column, "absent": None}, None]
+            first, second, third = gather_for_metrics_rows(mixed, share)
+            assert first["h"].tolist() == second["h"].tolist() == every
+            assert first["name"] == [f"sample {number}" for number in every]
+            assert (second["absent"], third) == (None, None)
+    assert [h["h"].shape for h in gather_for_metrics_rows([{"h": torch.ones(3)}] * 2, None)] == [(3 * world(),)] * 2
+
+
+def metrics_of_one_mapping_per_sample_are_joined() -> None:
+    numbers, share = batch_of(2, 2 * world() - 1)
+    every = list(range(2 * world() - 1))
+    sizes = [{"size": torch.tensor([n, n]), "box": torch.full((n + 3, 4), n)} for n in numbers]  # a size looks batched
+    assert [sample["box"].shape[0] for sample in gather_for_metrics_rows(sizes, share)] == [n + 3 for n in every]
+    # On rank 0 every sample has as many boxes as the batch has samples, and on the others it has more.
+    boxes = {"boxes": [{"box": torch.full((2 + rank(), 4), n)} for n in numbers]}
+    found = gather_for_metrics_rows(boxes, share)["boxes"]
+    assert [sample["box"].shape[0] for sample in found] == [2 + n // 2 for n in every]
+    assert [int(sample["box"][0, 0]) for sample in found] == every
+    # One entry per box, of any number: the ranks have lists of different lengths.
+    found = gather_for_metrics_rows([{"box": torch.full((2,), rank())}] * (2 * rank() + 1), Share(2, 2))
+    assert [int(box["box"][0]) for box in found] == [r for r in range(world()) for _ in range(2 * r + 1)]
+
+
 def metrics_with_use_gather_object() -> None:
     numbers, share = batch_of(4, 4 * world() - 1)
     rows = [torch.full((n % 3 + 1,), n) for n in numbers]
@@ -210,6 +246,9 @@ def metrics_with_use_gather_object() -> None:
     assert [row.tolist() for row in found] == [[n] * (n % 3 + 1) for n in range(4 * world() - 1)]
     found = gather_for_metrics_rows(torch.tensor(numbers), share, use_gather_object=True)
     assert [int(row) for row in found] == list(range(4 * world() - 1))
+    boxes = [{"box": torch.full((4,), n)} for n in numbers]
+    found = gather_for_metrics_rows(boxes, share, use_gather_object=True)
+    assert [int(sample["box"][0]) for sample in found] == list(range(4 * world() - 1))
 
 
 def metrics_of_unequal_shapes_come_as_samples() -> None:
@@ -268,6 +307,8 @@ CHECKS: list[Callable[[], None]] = [
     metrics_of_tensors_count_every_sample_once,
     metrics_of_any_size_count_every_sample_once,
     metrics_of_other_objects_count_every_sample_once,
+    metrics_of_lists_of_batched_tensors_are_merged_by_entry,
+    metrics_of_one_mapping_per_sample_are_joined,
     metrics_with_use_gather_object,
     metrics_of_unequal_shapes_come_as_samples,
     metrics_of_scalars_warn_where_a_rank_is_padded,

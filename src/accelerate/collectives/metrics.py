@@ -61,6 +61,9 @@ class _Cut:
     def removes(self) -> bool:
         return self.real < self.rows
 
+    def is_batch(self, size: int) -> bool:
+        return size == self.rows or (self.is_short and size == self.full)
+
     def __call__(self, value: Any, size: int, path: str) -> Any:
         if self.is_short and size == self.full:
             return value[: self.real]
@@ -90,31 +93,40 @@ def gather_for_metrics_rows(
     Where the batches of a round differ in size, the rows that `pad_across_processes` put below a shorter one are left
     out too.
 
-    Tensors are concatenated in rank order. Lists of anything but tensors, lists of mappings, and tuples of plain
-    values such as strings are lists of samples and are joined. Other containers are structure: they are merged entry
-    by entry, and a plain value in one becomes the list of the values of all processes.
+    Tensors are concatenated in rank order. Lists of plain values, lists of mappings without batched tensors, and tuples
+    of plain values such as strings are lists of samples and are joined. Other containers are structure: they are merged
+    entry by entry, and a plain value in one becomes the list of the values of all processes.
 
     Args:
         share: the rows of the current batch; with None nothing is cut.
-        use_gather_object: take every list, and a tensor given by itself, as a list of samples.
+        use_gather_object: treat every list, and a tensor that is not in a container, as a list of samples. Needed for
+            one mapping per sample whose tensors happen to have as many rows as the batch.
         repeats: whether another process has the same batch, so that this one's rows are left out.
     """
     runtime = current.runtime()
     cut = _KEEP_ALL
     if share is not None and share.rows is not None and share.real is not None:
         cut = _Cut(share.rows, share.real, share.full)
+    if not runtime.is_distributed and not (cut.removes or cut.is_short):
+        return data
+    found = {} if use_gather_object else dict(_structured_lists(data, cut))
+    lists = _Lists(use_gather_object, frozenset(found))
     if not runtime.is_distributed:
-        return _trimmed(data, cut, use_gather_object) if cut.removes or cut.is_short else data
+        return _trimmed(data, cut, lists)
     if runtime.checked:
         verify("gather_for_metrics")
-    own = _trimmed(data, _Cut(cut.rows, 0, cut.full) if repeats else cut, use_gather_object)
-    tensors = _only_tensors(own, use_gather_object)
-    heads = communicator().gather_object(_head(tensors, cut))
+    own_cut = _Cut(cut.rows, 0, cut.full) if repeats else cut
+    own = _trimmed(data, own_cut, lists)
+    tensors = _only_tensors(own, lists)
+    heads = communicator().gather_object(_head(tensors, cut, found))
     rows = _Rows([head.rows for head in heads])
     if any(head.padded for head in heads):
         _warn_of_scalars(own)
     if tensors is None or any(head.signature != heads[0].signature for head in heads):
-        return _gather_as_objects(own, use_gather_object, rows)
+        # A list is structure only if it can be on every rank: one box per image may look like a batch on some of them.
+        agreed = {path for path, length in found.items() if all(head.lists.get(path) == length for head in heads)}
+        lists = _Lists(use_gather_object, frozenset(agreed))
+        return _gather_as_objects(_trimmed(data, own_cut, lists), lists, rows)
     gathered = iter(_gather_tensors(tensors, heads, rows))
     return recursively_apply(lambda _: next(gathered), own)
 
@@ -127,6 +139,8 @@ class _Head(NamedTuple):
     padded: bool
     signature: int | None
     """The paths of the tensors in a structure that holds nothing else; None for any other structure."""
+    lists: dict[str, int]
+    """Paths and lengths of lists that are structure because they contain batched tensors."""
     specs: list[Spec]
     packed: bool
     content: bytes | None
@@ -157,16 +171,16 @@ class _Rows:
         return [part[: size // widest * rows] for part, rows in zip(parts, self.of_ranks, strict=True)]
 
 
-def _head(tensors: dict[str, Tensor] | None, cut: _Cut) -> _Head:
+def _head(tensors: dict[str, Tensor] | None, cut: _Cut, lists: dict[str, int]) -> _Head:
     rows, padded = cut.rows, cut.removes
     if tensors is None:
-        return _Head(rows, padded, None, [], False, None)
+        return _Head(rows, padded, None, lists, [], False, None)
     listed = list(tensors.values())
     specs = [spec_of(tensor) for tensor in listed]
     packed = is_packable(listed)
     inline = packed and packed_size(specs) <= _LARGEST_INLINE and all(leaf.device.type == "cpu" for leaf in listed)
     content = pack(listed).numpy().tobytes() if inline else None
-    return _Head(rows, padded, zlib.crc32(repr(list(tensors)).encode()), specs, packed, content)
+    return _Head(rows, padded, zlib.crc32(repr(list(tensors)).encode()), lists, specs, packed, content)
 
 
 def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head], rows: _Rows) -> list[Any]:
@@ -237,16 +251,69 @@ def _named(path: str) -> str:
     return f"the entry {path}" if path else "the value"
 
 
-def _is_samples(data: Any, always: bool) -> bool:
-    """Return whether a container is a list with one item per sample, rather than structure."""
-    if isinstance(data, list):
-        if always or not data or any(isinstance(item, Mapping) for item in data):
-            return True
-        if any(isinstance(item, Tensor) for item in data):
-            return False
-        return not all(isinstance(leaf, Tensor) for _, leaf in leaves(data))
-    # Torch collates the strings of a batch of tuples into a plain tuple.
-    return isinstance(data, tuple) and not is_namedtuple(data) and bool(data) and all(_is_plain(item) for item in data)
+@dataclass(frozen=True)
+class _Lists:
+    """Tell lists with one item per sample from lists that are structure.
+
+    Args:
+        always: whether every list has one item per sample.
+        structured: paths of the lists that `_structured_lists` found.
+    """
+
+    always: bool
+    structured: frozenset[str]
+
+    def has_samples(self, data: Any, path: str) -> bool:
+        if isinstance(data, list):
+            return self.always or not data or (path not in self.structured and not _is_structure(data))
+        # Torch collates the strings of a batch of tuples into a plain tuple.
+        is_tuple = isinstance(data, tuple) and not is_namedtuple(data) and bool(data)
+        return is_tuple and all(_is_plain(item) for item in data)
+
+
+def _is_structure(data: list[Any]) -> bool:
+    """Return whether the types of its entries alone show that a list does not have one item per sample."""
+    if any(isinstance(item, Tensor) for item in data):
+        return True
+    if any(isinstance(item, Mapping) for item in data):
+        return False
+    return all(isinstance(leaf, Tensor) for _, leaf in leaves(data))
+
+
+def _structured_lists(data: Any, cut: _Cut, path: str = "") -> Iterator[tuple[str, int]]:
+    """Yield path and length of the lists that are structure because their entries contain batched tensors."""
+    if isinstance(data, list) and not _is_structure(data):
+        if not _contains_batches(data, cut):
+            return
+        yield path, len(data)
+    for step, value in children(data) or ():
+        yield from _structured_lists(value, cut, path + step)
+
+
+def _contains_batches(data: list[Any], cut: _Cut) -> bool:
+    sizes = [[array.shape[0] for array in _arrays(entry)] for entry in data]
+    sizes = [of_entry for of_entry in sizes if of_entry]
+    if not sizes:
+        return False
+    if not cut.rows:
+        is_even = len({size for of_entry in sizes for size in of_entry}) == 1
+        return is_even and all(isinstance(leaf, Tensor) for _, leaf in leaves(data))
+    # A list as long as the batch may have one mapping per sample, some of whose tensors have as many rows by chance.
+    enough = all if len(data) % cut.rows == 0 or cut.is_batch(len(data)) else any
+    return all(enough(map(cut.is_batch, of_entry)) for of_entry in sizes)
+
+
+def _arrays(data: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+    """Yield the tensors and arrays that have rows."""
+    if isinstance(data, (Tensor, np.ndarray)):
+        if data.ndim:
+            yield data
+    elif isinstance(data, (list, tuple)):
+        for entry in data:
+            yield from _arrays(entry)
+    elif not isinstance(data, (str, int, float)):  # the usual values of long lists of samples
+        for child in children(data) or ():
+            yield from _arrays(child.value)
 
 
 def _is_plain(item: Any) -> bool:
@@ -257,30 +324,30 @@ def _is_empty_tuple(data: Any) -> bool:
     return isinstance(data, tuple) and not data
 
 
-def _trimmed(data: Any, cut: _Cut, always: bool, path: str = "") -> Any:
+def _trimmed(data: Any, cut: _Cut, lists: _Lists, path: str = "") -> Any:
     """Return the structure with each leaf and each list of samples cut to the real samples."""
     if isinstance(data, (Tensor, np.ndarray)):
         return cut(data, data.shape[0], path) if data.ndim else data
-    if _is_samples(data, always):
+    if lists.has_samples(data, path):
         return cut(data, len(data), path)
     entries = children(data)
     if entries is None:
         return data
-    return rebuilt(data, [_trimmed(value, cut, always, path + step) for step, value in entries])
+    return rebuilt(data, [_trimmed(value, cut, lists, path + step) for step, value in entries])
 
 
-def _only_tensors(data: Any, always: bool, path: str = "") -> dict[str, Tensor] | None:
+def _only_tensors(data: Any, lists: _Lists, path: str = "") -> dict[str, Tensor] | None:
     """Return the tensors of a structure that holds nothing else, by path, or None."""
     if isinstance(data, Tensor):
-        return None if always else {path: data}
+        return None if lists.always else {path: data}
     if data is None:  # an output that the model did not give
         return {}
-    entries = None if _is_samples(data, always) else children(data)
+    entries = None if lists.has_samples(data, path) else children(data)
     if entries is None:
         return None
     found: dict[str, Tensor] = {}
     for step, value in entries:
-        below = _only_tensors(value, always, path + step)
+        below = _only_tensors(value, lists, path + step)
         if below is None:
             return None
         found |= below
@@ -312,23 +379,23 @@ def _joined(parts: list[Tensor], path: str) -> Any:
     return [row for part in parts for row in part.unbind()]
 
 
-def _gather_as_objects(data: Any, always: bool, rows: _Rows) -> Any:
+def _gather_as_objects(data: Any, lists: _Lists, rows: _Rows) -> Any:
     device = find_device(data)
     # A pickled tensor would come back on the device of the process it is from.
     values = communicator().gather_object(send_to_device(data, "cpu"))
-    merged = _merged(values, always, "", rows)
+    merged = _merged(values, lists, "", rows)
     return merged if device is None else send_to_device(merged, device)
 
 
-def _merged(values: list[Any], always: bool, path: str, rows: _Rows) -> Any:
+def _merged(values: list[Any], lists: _Lists, path: str, rows: _Rows) -> Any:
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
         joined = _joined(rows.unfilled(values), path)
-        return list(joined) if always and not path else joined
+        return list(joined) if lists.always and not path else joined
     if all(isinstance(value, np.ndarray) for value in values):
         return np.concatenate([np.atleast_1d(value) for value in values])
     # Of a tuple of strings that was all padding, nothing is left to tell what it was: the other ranks know.
-    if all(_is_samples(value, always) or _is_empty_tuple(value) for value in values) and any(values):
+    if all(lists.has_samples(value, path) or _is_empty_tuple(value) for value in values) and any(values):
         return [item for value in values for item in value]
     entries = [children(value) for value in values]
     steps = [None if entry is None else [child.step for child in entry] for entry in entries]
@@ -344,5 +411,5 @@ def _merged(values: list[Any], always: bool, path: str, rows: _Rows) -> Any:
         )
     columns = zip(*[entry or [] for entry in entries], strict=True)
     return rebuilt(
-        first, [_merged([c.value for c in column], always, path + column[0].step, rows) for column in columns]
+        first, [_merged([c.value for c in column], lists, path + column[0].step, rows) for column in columns]
     )

@@ -37,6 +37,8 @@ def test_every_leaf_is_cut_to_the_real_rows() -> None:
         "boxes": [{"i": 0}, {"i": 1}, {"i": 2}, {"i": 3}],
         "pair": (torch.arange(4), np.arange(4)),
         "collated": ("a", "b", "c", "d"),
+        "heads": [{"h": torch.arange(4)} for _ in range(4)],
+        "scored": [torch.arange(4), {"h": torch.arange(4)}],
     }
     cut = gather_for_metrics_rows(data, Share(4, 3))
     assert cut["logits"].tolist() == [[0, 1], [2, 3], [4, 5]]
@@ -45,6 +47,8 @@ def test_every_leaf_is_cut_to_the_real_rows() -> None:
     assert cut["boxes"] == [{"i": 0}, {"i": 1}, {"i": 2}]
     assert cut["pair"][0].tolist() == cut["pair"][1].tolist() == [0, 1, 2]
     assert cut["collated"] == ("a", "b", "c")
+    assert [head["h"].tolist() for head in cut["heads"]] == [[0, 1, 2]] * 4
+    assert cut["scored"][0].tolist() == cut["scored"][1]["h"].tolist() == [0, 1, 2]
 
 
 def test_a_leaf_that_does_not_fit_is_kept_and_named_once() -> None:
