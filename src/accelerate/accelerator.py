@@ -528,6 +528,9 @@ class Accelerator(ProcessControl):
             input_data: Tensors, strings, lists of samples, or nested structures of them, with one row per sample.
             use_gather_object: Take every list as a list of samples.
 
+        Raises:
+            UsageError: If it is not clear from which of several loaders, read by `zip()`, a value comes.
+
         Example:
             ```python
             for inputs, targets in test_loader:
@@ -536,10 +539,9 @@ class Accelerator(ProcessControl):
                 correct += (predictions == targets).sum().item()
             ```
         """
-        loader = self.gradient_state.active_dataloader
-        share = loader.share if loader is not None else None
+        share, *others = [loader.share for loader in self.gradient_state.dataloaders_in_step] or [None]
         return metrics.gather_for_metrics_rows(
-            input_data, share, use_gather_object, repeats=self.strategy.repeats_rows()
+            input_data, share, use_gather_object, repeats=self.strategy.repeats_rows(), others=others
         )
 
     def weighted_mean(self, value: Any, weight: Any) -> Any:

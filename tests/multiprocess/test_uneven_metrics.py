@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from tests.support.processes import run_group
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate._base.errors import UsageError
 from accelerate.collectives import ops
 from accelerate.collectives.metrics import gather_for_metrics_rows
 from accelerate.data_loader.plan import Share
@@ -152,7 +153,75 @@ def of_a_stream_of_unequal_batches_have_every_sample_once() -> None:
         assert steps == -(-len(rows) // world())
 
 
+def numbers_of(accelerator: Accelerator, samples: int, rows: int, **options: bool) -> DataLoader[torch.Tensor]:
+    """Prepare a loader of the numbers below `samples`, `rows` to a batch."""
+    accelerator.dataloader_config = DataLoaderConfiguration(**options)
+    loader: DataLoader[torch.Tensor] = accelerator.prepare(DataLoader(torch.arange(samples), batch_size=rows))
+    return loader
+
+
+def of_zipped_loaders_are_cut_by_the_loader_they_come_from() -> None:
+    AcceleratorState._reset_state()
+    accelerator = Accelerator()
+    for options in ({}, {"dispatch_batches": True}, {"even_batches": False}):
+        for steps in (1, 3):
+            short, long = 4 * steps * world() - 1, 8 * steps * world() - 3
+            for order in (1, -1):
+                loaders = [numbers_of(accelerator, short, 4, **options), numbers_of(accelerator, long, 8, **options)]
+                found: tuple[list[int], list[int]] = ([], [])
+                for batch in zip(*loaders[::order], strict=True):
+                    padded = accelerator.pad_across_processes(batch, pad_index=-1)
+                    for listed, rows in zip(found, accelerator.gather_for_metrics(padded), strict=True):
+                        listed += rows.tolist()
+                assert found[::order] == (list(range(short)), list(range(long)))
+
+
+def of_zipped_loaders_that_cannot_be_told_apart_raise_on_all_ranks() -> None:
+    AcceleratorState._reset_state()
+    accelerator = Accelerator()
+    for steps in (1, 2):
+        loaders = [numbers_of(accelerator, 4 * steps * world() - missing, 4) for missing in (1, 0)]
+        for number, (one, two) in enumerate(zip(*loaders, strict=True), 1):
+            if number < steps:
+                assert len(accelerator.gather_for_metrics((one, two))[0]) == 4 * world()
+                continue
+            for value in (one, {"a": {"b": two}}, [{"id": int(n)} for n in one]):
+                with pytest.raises(UsageError, match="4 rows"):
+                    accelerator.gather_for_metrics(value)
+            assert len(accelerator.gather_for_metrics(one[:0])) == 0
+    alike = [numbers_of(accelerator, 4 * world() - 1, 4) for _ in range(2)]
+    for batches in zip(*alike, strict=True):
+        assert [len(rows) for rows in accelerator.gather_for_metrics(batches)] == [4 * world() - 1] * 2
+
+
+def of_nested_and_unfinished_loops_are_those_of_the_inner_loop() -> None:
+    AcceleratorState._reset_state()
+    accelerator = Accelerator()
+    for train_samples in (4 * world() - 1, 8 * world() - 1):
+        train = numbers_of(accelerator, train_samples, 4)
+        for samples in (4 * world(), 12 * world() - 2):
+            evaluation = numbers_of(accelerator, samples, 4)
+
+            def evaluate(batches: Iterable[torch.Tensor]) -> list[int]:
+                return [int(number) for batch in batches for number in accelerator.gather_for_metrics(batch)]
+
+            trained: list[int] = []
+            for batch in train:
+                trained += accelerator.gather_for_metrics(batch).tolist()
+                assert evaluate(evaluation) == list(range(samples))
+            assert trained == list(range(train_samples))
+            unfinished, created_early = iter(train), iter(evaluation)
+            for _ in range(len(train)):
+                next(unfinished)
+            assert evaluate(evaluation) == list(range(samples))
+            if len(train) > 1:
+                assert evaluate(created_early) == list(range(samples))
+
+
 CHECKS: list[Callable[[], None]] = [
+    of_zipped_loaders_are_cut_by_the_loader_they_come_from,
+    of_zipped_loaders_that_cannot_be_told_apart_raise_on_all_ranks,
+    of_nested_and_unfinished_loops_are_those_of_the_inner_loop,
     drop_what_was_padded_across_processes,
     keep_all_of_batches_of_different_sizes,
     of_an_uneven_loader_have_every_sample_once,

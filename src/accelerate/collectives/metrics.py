@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from accelerate._base.errors import WrongTypeError
+from accelerate._base.errors import UsageError, WrongTypeError
 from accelerate._base.helpers import user_stacklevel, warn_once
 from accelerate.collectives.base import communicator
 from accelerate.collectives.checked import verify
@@ -25,68 +25,20 @@ from accelerate.collectives.nested import (
     send_to_device,
 )
 from accelerate.collectives.packing import Spec, is_packable, pack, packed_size, spec_of, unpack
+from accelerate.collectives.rows import Cuts, RoundRows, RowShare, named
 from accelerate.runtime import current
 
-
-class RowShare(Protocol):
-    """How many rows this process's batch has, padding included, and how many of the first are real samples."""
-
-    @property
-    def rows(self) -> int | None: ...
-
-    @property
-    def real(self) -> int | None: ...
-
-    @property
-    def full(self) -> int | None: ...
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Takes the padding off the values that hold one row, or k rows, per sample.
-
-    A value of a short batch that has the rows of a full one was made with the size of batches in mind, as by
-    `loss.repeat(batch_size)`; it stands for the samples that are there.
-    """
-
-    rows: int
-    real: int
-    full: int | None = None
-
-    @property
-    def is_short(self) -> bool:
-        return self.full is not None and self.rows < self.full
-
-    @property
-    def removes(self) -> bool:
-        return self.real < self.rows
-
-    def is_batch(self, size: int) -> bool:
-        return size == self.rows or (self.is_short and size == self.full)
-
-    def __call__(self, value: Any, size: int, path: str) -> Any:
-        if self.is_short and size == self.full:
-            return value[: self.real]
-        if not self.removes or size == 0:
-            return value
-        if size % self.rows == 0:
-            return value[: size // self.rows * self.real]
-        warn_once(
-            f"gather_for_metrics cannot tell which rows of {_named(path)}, of size {size}, belong to the "
-            f"{self.rows - self.real} padded samples of this batch of {self.rows}, and keeps them all; pass values with "
-            "one row per sample.",
-            stacklevel=user_stacklevel(),
-        )
-        return value
-
-
-_KEEP_ALL = _Cut(0, 0)
 # Together with the shapes this fits into the first exchange of a communicator.
 _LARGEST_INLINE = 1024
 
 
 def gather_for_metrics_rows(
-    data: Any, share: RowShare | None, use_gather_object: bool = False, *, repeats: bool = False
+    data: Any,
+    share: RowShare | None,
+    use_gather_object: bool = False,
+    *,
+    repeats: bool = False,
+    others: Sequence[RowShare] = (),
 ) -> Any:
     """Gather `data` from all processes without the rows that pad a batch.
 
@@ -102,31 +54,33 @@ def gather_for_metrics_rows(
         use_gather_object: treat every list, and a tensor that is not in a container, as a list of samples. Needed for
             one mapping per sample whose tensors happen to have as many rows as the batch.
         repeats: whether another process has the same batch, so that this one's rows are left out.
+        others: the rows of loaders that are read in step with the current one.
+
+    Raises:
+        UsageError: if the rows of a value fit several loaders that would cut them differently.
     """
     runtime = current.runtime()
-    cut = _KEEP_ALL
-    if share is not None and share.rows is not None and share.real is not None:
-        cut = _Cut(share.rows, share.real, share.full)
-    if not runtime.is_distributed and not (cut.removes or cut.is_short):
+    cuts = Cuts.of_shares((share, *others))
+    if not runtime.is_distributed and not cuts.is_needed:
         return data
-    found = {} if use_gather_object else dict(_structured_lists(data, cut))
+    found = {} if use_gather_object else dict(_structured_lists(data, cuts))
     lists = _Lists(use_gather_object, frozenset(found))
     if not runtime.is_distributed:
-        return _trimmed(data, cut, lists)
+        return _trimmed(data, cuts, lists)
     if runtime.checked:
         verify("gather_for_metrics")
-    own_cut = _Cut(cut.rows, 0, cut.full) if repeats else cut
-    own = _trimmed(data, own_cut, lists)
+    own_cuts = cuts.without_samples() if repeats else cuts
+    own = _trimmed_or_error(data, own_cuts, lists)
     tensors = _only_tensors(own, lists)
-    heads = communicator().gather_object(_head(tensors, cut, found))
-    rows = _Rows([head.rows for head in heads])
+    heads = _gather_unless_failed(own, _head(tensors, cuts, found))
+    rows = RoundRows([list(of_loader) for of_loader in zip(*(head.rows for head in heads), strict=False)])
     if any(head.padded for head in heads):
         _warn_of_scalars(own)
     if tensors is None or any(head.signature != heads[0].signature for head in heads):
         # A list is structure only if it can be on every rank: one box per image may look like a batch on some of them.
         agreed = {path for path, length in found.items() if all(head.lists.get(path) == length for head in heads)}
         lists = _Lists(use_gather_object, frozenset(agreed))
-        return _gather_as_objects(_trimmed(data, own_cut, lists), lists, rows)
+        return _gather_as_objects(_trimmed_or_error(data, own_cuts, lists), lists, rows)
     gathered = iter(_gather_tensors(tensors, heads, rows))
     return recursively_apply(lambda _: next(gathered), own)
 
@@ -134,8 +88,8 @@ def gather_for_metrics_rows(
 class _Head(NamedTuple):
     """What the ranks tell each other first, so that all of them take the same way."""
 
-    rows: int
-    """The rows of the batch, 0 if unknown."""
+    rows: list[int]
+    """The rows of each loader's batch, 0 if unknown."""
     padded: bool
     signature: int | None
     """The paths of the tensors in a structure that holds nothing else; None for any other structure."""
@@ -147,32 +101,8 @@ class _Head(NamedTuple):
     """The tensors themselves, if they are small enough to travel along."""
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows that the batch of each process has in this round, 0 if unknown."""
-
-    of_ranks: list[int]
-
-    @property
-    def differ(self) -> bool:
-        return 0 not in self.of_ranks and len(set(self.of_ranks)) > 1
-
-    def unfilled(self, parts: list[Tensor]) -> list[Tensor]:
-        """Take off what made the values of shorter batches as long as those of the longest.
-
-        Only the values of all processes together tell: two rows for a batch of one are padding if a batch of two has
-        two as well, and two rows a sample if that has four.
-        """
-        widest = max(self.of_ranks)
-        sizes = {part.shape[0] if part.dim() else 0 for part in parts if part.numel()}
-        size = sizes.pop() if len(sizes) == 1 else 0
-        if not self.differ or size == 0 or size % widest:
-            return parts
-        return [part[: size // widest * rows] for part, rows in zip(parts, self.of_ranks, strict=True)]
-
-
-def _head(tensors: dict[str, Tensor] | None, cut: _Cut, lists: dict[str, int]) -> _Head:
-    rows, padded = cut.rows, cut.removes
+def _head(tensors: dict[str, Tensor] | None, cuts: Cuts, lists: dict[str, int]) -> _Head:
+    rows, padded = cuts.rows, cuts.removes
     if tensors is None:
         return _Head(rows, padded, None, lists, [], False, None)
     listed = list(tensors.values())
@@ -183,7 +113,7 @@ def _head(tensors: dict[str, Tensor] | None, cut: _Cut, lists: dict[str, int]) -
     return _Head(rows, padded, zlib.crc32(repr(list(tensors)).encode()), lists, specs, packed, content)
 
 
-def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head], rows: _Rows) -> list[Any]:
+def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head], rows: RoundRows) -> list[Any]:
     """Gather tensors whose shapes on all ranks are known, in as few exchanges as their size allows."""
     group = communicator()
     listed = list(tensors.values())
@@ -196,10 +126,10 @@ def _gather_tensors(tensors: dict[str, Tensor], heads: list[_Head], rows: _Rows)
     elif alike and not rows.differ:
         return [group.gather(tensor) for tensor in listed]
     else:
-        return [_joined(rows.unfilled(group.gather_uneven(tensor)), path) for path, tensor in tensors.items()]
+        return [_joined(rows.unfilled(group.gather_uneven(tensor), path), path) for path, tensor in tensors.items()]
     columns = zip(*[unpack(buffer, head.specs) for buffer, head in zip(sent, heads, strict=True)], strict=True)
     return [
-        send_to_device(_joined(rows.unfilled(list(column)), path), tensor.device)
+        send_to_device(_joined(rows.unfilled(list(column), path), path), tensor.device)
         for column, (path, tensor) in zip(columns, tensors.items(), strict=True)
     ]
 
@@ -247,10 +177,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (Tensor, int, float, np.number))
 
 
-def _named(path: str) -> str:
-    return f"the entry {path}" if path else "the value"
-
-
 @dataclass(frozen=True)
 class _Lists:
     """Tell lists with one item per sample from lists that are structure.
@@ -280,27 +206,27 @@ def _is_structure(data: list[Any]) -> bool:
     return all(isinstance(leaf, Tensor) for _, leaf in leaves(data))
 
 
-def _structured_lists(data: Any, cut: _Cut, path: str = "") -> Iterator[tuple[str, int]]:
+def _structured_lists(data: Any, cuts: Cuts, path: str = "") -> Iterator[tuple[str, int]]:
     """Yield path and length of the lists that are structure because their entries contain batched tensors."""
     if isinstance(data, list) and not _is_structure(data):
-        if not _contains_batches(data, cut):
+        if not _contains_batches(data, cuts):
             return
         yield path, len(data)
     for step, value in children(data) or ():
-        yield from _structured_lists(value, cut, path + step)
+        yield from _structured_lists(value, cuts, path + step)
 
 
-def _contains_batches(data: list[Any], cut: _Cut) -> bool:
+def _contains_batches(data: list[Any], cuts: Cuts) -> bool:
     sizes = [[array.shape[0] for array in _arrays(entry)] for entry in data]
     sizes = [of_entry for of_entry in sizes if of_entry]
     if not sizes:
         return False
-    if not cut.rows:
+    if not any(cuts.rows):
         is_even = len({size for of_entry in sizes for size in of_entry}) == 1
         return is_even and all(isinstance(leaf, Tensor) for _, leaf in leaves(data))
     # A list as long as the batch may have one mapping per sample, some of whose tensors have as many rows by chance.
-    enough = all if len(data) % cut.rows == 0 or cut.is_batch(len(data)) else any
-    return all(enough(map(cut.is_batch, of_entry)) for of_entry in sizes)
+    enough = all if cuts.may_list_samples(len(data)) else any
+    return all(enough(map(cuts.is_batch, of_entry)) for of_entry in sizes)
 
 
 def _arrays(data: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
@@ -324,16 +250,32 @@ def _is_empty_tuple(data: Any) -> bool:
     return isinstance(data, tuple) and not data
 
 
-def _trimmed(data: Any, cut: _Cut, lists: _Lists, path: str = "") -> Any:
+def _trimmed_or_error(data: Any, cuts: Cuts, lists: _Lists) -> Any:
+    try:
+        return _trimmed(data, cuts, lists)
+    except UsageError as error:  # to be raised on all ranks
+        return error
+
+
+def _gather_unless_failed(own: Any, value: Any) -> list[Any]:
+    """Gather a value, or raise the error that `_trimmed_or_error` returned on any rank."""
+    values = communicator().gather_object(own if isinstance(own, UsageError) else value)
+    for gathered in values:
+        if isinstance(gathered, UsageError):
+            raise gathered
+    return values
+
+
+def _trimmed(data: Any, cuts: Cuts, lists: _Lists, path: str = "") -> Any:
     """Return the structure with each leaf and each list of samples cut to the real samples."""
     if isinstance(data, (Tensor, np.ndarray)):
-        return cut(data, data.shape[0], path) if data.ndim else data
+        return cuts(data, data.shape[0], path) if data.ndim and cuts.is_needed else data
     if lists.has_samples(data, path):
-        return cut(data, len(data), path)
+        return cuts(data, len(data), path) if cuts.is_needed else data
     entries = children(data)
     if entries is None:
         return data
-    return rebuilt(data, [_trimmed(value, cut, lists, path + step) for step, value in entries])
+    return rebuilt(data, [_trimmed(value, cuts, lists, path + step) for step, value in entries])
 
 
 def _only_tensors(data: Any, lists: _Lists, path: str = "") -> dict[str, Tensor] | None:
@@ -358,7 +300,7 @@ def _warn_of_scalars(data: Any) -> None:
     for path, leaf in leaves(data):
         if isinstance(leaf, Tensor) and leaf.dim() == 0:
             warn_once(
-                f"gather_for_metrics was given a tensor without dimensions, {_named(path)}, on a batch that is padded "
+                f"gather_for_metrics was given a tensor without dimensions, {named(path)}, on a batch that is padded "
                 "on some process, so a mean of the gathered values counts padded samples; use "
                 "`accelerator.weighted_mean(value, weight)` for the mean over all samples.",
                 stacklevel=user_stacklevel(),
@@ -372,25 +314,25 @@ def _joined(parts: list[Tensor], path: str) -> Any:
     if len({part.shape[1:] for part in filled}) == 1:
         return torch.cat(filled)
     warn_once(
-        f"gather_for_metrics was given {_named(path)} with rows of different shapes, so it returns a list with one "
+        f"gather_for_metrics was given {named(path)} with rows of different shapes, so it returns a list with one "
         "tensor per sample; call `accelerator.pad_across_processes(value, dim=...)` first to get one tensor.",
         stacklevel=user_stacklevel(),
     )
     return [row for part in parts for row in part.unbind()]
 
 
-def _gather_as_objects(data: Any, lists: _Lists, rows: _Rows) -> Any:
+def _gather_as_objects(data: Any, lists: _Lists, rows: RoundRows) -> Any:
     device = find_device(data)
     # A pickled tensor would come back on the device of the process it is from.
-    values = communicator().gather_object(send_to_device(data, "cpu"))
+    values = _gather_unless_failed(data, send_to_device(data, "cpu"))
     merged = _merged(values, lists, "", rows)
     return merged if device is None else send_to_device(merged, device)
 
 
-def _merged(values: list[Any], lists: _Lists, path: str, rows: _Rows) -> Any:
+def _merged(values: list[Any], lists: _Lists, path: str, rows: RoundRows) -> Any:
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        joined = _joined(rows.unfilled(values), path)
+        joined = _joined(rows.unfilled(values, path), path)
         return list(joined) if lists.always and not path else joined
     if all(isinstance(value, np.ndarray) for value in values):
         return np.concatenate([np.atleast_1d(value) for value in values])
@@ -406,7 +348,7 @@ def _merged(values: list[Any], lists: _Lists, path: str, rows: _Rows) -> Any:
             f"rank {rank}: {type(v).__name__} {s}" for rank, (v, s) in enumerate(zip(values, steps, strict=True))
         )
         raise WrongTypeError(
-            f"gather_for_metrics was given {_named(path)} with another structure on each process ({described}), which "
+            f"gather_for_metrics was given {named(path)} with another structure on each process ({described}), which "
             "cannot be merged; pass the same keys everywhere, or a list with one item per sample"
         )
     columns = zip(*[entry or [] for entry in entries], strict=True)

@@ -19,7 +19,7 @@ from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
 from accelerate.data_loader.progress import DataSource, EpochProgress, Position, ResumePoint, check_loader_state
 from accelerate.data_loader.samplers import get_sampler, set_sampler
-from accelerate.runtime.gradient_clock import GradientState
+from accelerate.runtime.gradient_clock import GradientState, PassCount
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class DataLoaderStateMixin:
     end_of_dataloader: bool = False
     remainder: int = -1
     _drop_last: bool = False
+    # The passes over other loaders that were under way when the last iterator was created.
+    _passes_at_iter: list[PassCount] | None = None
 
     @property
     def gradient_state(self) -> GradientState:
@@ -83,7 +85,8 @@ class DataLoaderStateMixin:
         self.reset()
         self.remainder = self._expected_remainder()
         loader: Any = self
-        GradientState()._add_dataloader(loader)
+        GradientState()._add_dataloader(loader, self._passes_at_iter)
+        self._passes_at_iter = None
 
     def _expected_remainder(self) -> int:
         """Return the real samples of an incomplete last batch by the lengths of loader and dataset, -1 if unknown."""

@@ -97,6 +97,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return 1 if self.split_batches else self._num_shards
 
     def __iter__(self) -> Iterator[Any]:
+        self._passes_at_iter = self.gradient_state.passes
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         runtime = current.runtime()
         samplers = nested_samplers(self.base_dataloader)
         point = self._begin_pass(samplers)

@@ -132,6 +132,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:
+        self._passes_at_iter = self.gradient_state.passes
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         if self.rng_types and not self._goes_on:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         try:

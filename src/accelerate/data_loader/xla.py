@@ -25,10 +25,10 @@ class _EndsSteps:
 
     ends_steps = True
 
-    def __iter__(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
         loader: Any = super()
         try:
-            for batch in loader.__iter__():
+            for batch in loader._iterate():
                 yield batch
                 XLA.end_step()
         except GeneratorExit:  # the loop was left inside its body

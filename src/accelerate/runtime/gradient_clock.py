@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from accelerate._base.errors import CheckpointError
 from accelerate._base.untrusted import is_whole, shown
@@ -25,6 +26,7 @@ class PassCount(Protocol):
     """What the run asks of the count of one pass over a loader (`loader.epoch_progress`)."""
 
     counted: int | None
+    taken: int
 
     @property
     def consumed(self) -> int:
@@ -33,6 +35,13 @@ class PassCount(Protocol):
     @property
     def consumed_before(self) -> int:
         """Samples of the epoch that were handed out before the pass."""
+
+
+class _Loop(NamedTuple):
+    """A loop over a loader, and the batches that other loops had read when it began."""
+
+    loader: weakref.ReferenceType[Any]
+    read_before: list[tuple[PassCount, int]]
 
 
 class GradientState:
@@ -47,7 +56,7 @@ class GradientState:
     sync_gradients: bool
     """Whether the gradients of this micro-batch complete a window: optimizers and schedulers step only then."""
     plugin_kwargs: dict[str, Any]
-    _references: list[weakref.ReferenceType[Any]]
+    _loops: list[_Loop]
     _growth: int
     _is_xla_gradients_synced: bool
 
@@ -56,7 +65,7 @@ class GradientState:
         if not self.initialized:
             self.sync_gradients = True
             self.plugin_kwargs = {}
-            self._references = []
+            self._loops = []
             self._growth = 1
             self._is_xla_gradients_synced = False
         if gradient_accumulation_plugin is not None:
@@ -111,23 +120,51 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any | None:
         """Return the loader whose loop was entered last, None outside of loops."""
-        references = self._references
-        while references:
-            loader = references[-1]()
+        loops = self._loops
+        while loops:
+            loader = loops[-1].loader()
             if loader is not None:
                 return loader
-            references.pop()
+            loops.pop()
         return None
+
+    @property
+    def dataloaders_in_step(self) -> list[Any]:
+        """Return the active loader, then the ones that were read since its loop began, as by `zip()`.
+
+        An enclosing loop, or one that was left unfinished, does not advance while the active loader is read.
+        """
+        active = self.active_dataloader
+        if active is None:
+            return []
+        read_before = self._loops[-1].read_before
+        found = [active]
+        for loop in self._loops[:-1]:
+            loader = loop.loader()
+            count = getattr(loader, "epoch_progress", None)
+            is_paused = any(count is before and count.taken == taken for before, taken in read_before)
+            if count is not None and loader is not active and not is_paused:
+                found.append(loader)
+        return found
+
+    @property
+    def passes(self) -> list[PassCount]:
+        """Return the counts of the passes over the loaders being iterated."""
+        counts = (getattr(loop.loader(), "epoch_progress", None) for loop in self._loops)
+        return [count for count in counts if count is not None]
 
     @property
     def dataloader_references(self) -> list[Any | None]:
         """Return the loaders being iterated, the innermost last, below them None."""
-        alive = (reference() for reference in self._references)
+        alive = (loop.loader() for loop in self._loops)
         return [None, *(loader for loader in alive if loader is not None)]
 
     @dataloader_references.setter
     def dataloader_references(self, loaders: list[Any | None]) -> None:
-        self._references = [weakref.ref(loader) for loader in loaders if loader is not None]
+        self._loops = []
+        for loader in loaders:
+            if loader is not None:
+                self._add_dataloader(loader)
 
     @property
     def in_dataloader(self) -> bool:
@@ -158,18 +195,28 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 
-    def _add_dataloader(self, dataloader: ActiveLoader) -> None:
-        self._references.append(weakref.ref(dataloader))
+    def _add_dataloader(self, dataloader: ActiveLoader, passes: Sequence[PassCount] | None = None) -> None:
+        """Make this the active loader.
+
+        Args:
+            passes: The passes under way when the iterator was created, which `zip()` does for all loaders before it reads
+                the first batch of any.
+        """
+        read_before = []
+        for count in self.passes:
+            began_together = passes is not None and count.taken == 1 and not any(count is other for other in passes)
+            read_before.append((count, 0 if began_together else count.taken))
+        self._loops.append(_Loop(weakref.ref(dataloader), read_before))
 
     def _remove_dataloader(self, dataloader: ActiveLoader) -> None:
-        for index in range(len(self._references) - 1, -1, -1):
-            if self._references[index]() is dataloader:
-                del self._references[index]
+        for index in range(len(self._loops) - 1, -1, -1):
+            if self._loops[index].loader() is dataloader:
+                del self._loops[index]
                 return
 
     def __getstate__(self) -> dict[str, Any]:
         # Which loaders are being read is a fact of this process.
-        return {**self.__dict__, "_references": []}
+        return {**self.__dict__, "_loops": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = self._shared_state
