@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -137,7 +138,7 @@ class _CheckpointLoader:
         self.plain = {name.replace(COMPILED, ""): name for name in self.known}
         self.loaded: dict[str, tuple[WeightsFile, str]] = {}
         self.unexpected: list[str] = []
-        self.to_convert: list[tuple[str, str, torch.Tensor]] = []
+        self.to_convert: defaultdict[WeightsFile, list[tuple[str, str, torch.Tensor]]] = defaultdict(list)
         self.in_memory: dict[str, torch.Tensor] = {}
         self.statistics: dict[str, list[str]] = {}
 
@@ -157,7 +158,6 @@ class _CheckpointLoader:
             scales = scales_name(name)
             self._put(target, file, name, scales if scales in present else None)
             self.loaded[target] = (file, name)
-        self._convert(file)
 
     def load_tied(self, tied: Iterable[Sequence[str]]) -> None:
         """Place tied weights that a checkpoint holds under another name of their group only."""
@@ -168,7 +168,6 @@ class _CheckpointLoader:
             for name in group:
                 if name not in self.loaded:
                     self._put(name, *source, None)
-                    self._convert(source[0])
                     self.loaded[name] = source
 
     def _put(self, name: str, file: WeightsFile, source: str, scales: str | None) -> None:
@@ -242,7 +241,7 @@ class _CheckpointLoader:
             set_module_tensor_to_device(self.model, name, META, dtype=dtype, clear_cache=False)
 
     def _store(self, name: str, file: WeightsFile, source: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Use a weight where it is, or see to it that it is converted.
+        """Index a weight where it is stored, or list it for conversion.
 
         A smaller dtype is written once: every forward then reads fewer bytes, and needs no conversion. A larger one is
         made while the model runs: reading more bytes would take longer than converting.
@@ -250,7 +249,7 @@ class _CheckpointLoader:
         if file.in_place and (wanted.dtype == stored.dtype or wanted.itemsize > stored.itemsize):
             self._index(name, file.path, source, wanted.dtype)
         else:
-            self.to_convert.append((name, source, wanted))
+            self.to_convert[file].append((name, source, wanted))
 
     def _index(self, name: str, path: Path, source: str, dtype: torch.dtype) -> None:
         self.index[name] = {
@@ -275,15 +274,19 @@ class _CheckpointLoader:
         for store, weights in changed.values():
             store.replace(weights)
 
-    def _convert(self, file: WeightsFile) -> None:
-        if self.to_convert:
+    def convert(self) -> None:
+        """Write the weights that cannot be used where they are, once all names of tied weights are placed.
+
+        Each file is converted in one go: a second conversion would replace the result of the first.
+        """
+        for file, entries in self.to_convert.items():
             if self.folder is None:
-                raise _no_folder(self.to_convert[0][0])
-            # One name may be wanted for two tied weights, in one dtype.
-            path = convert_weights(file, self.folder, {source: wanted for _, source, wanted in self.to_convert})
-            for name, source, wanted in self.to_convert:
+                raise _no_folder(entries[0][0])
+            # One tensor may be stored for two tied weights, in one dtype.
+            path = convert_weights(file, self.folder, {source: wanted for _, source, wanted in entries})
+            for name, source, wanted in entries:
                 self._index(name, path, source, wanted.dtype)
-            self.to_convert.clear()
+        self.to_convert.clear()
 
 
 def _no_folder(name: str) -> ConfigurationError:
@@ -358,6 +361,7 @@ def load_checkpoint_in_model(
             loader.load(open_weights_file(path) if group is None else BroadcastFile(path, group))
             done(1)
     loader.load_tied(tied)
+    loader.convert()
     if strict:
         _check_names(model, loader.unexpected, loader.known - loader.loaded.keys())
     if loader.unexpected:

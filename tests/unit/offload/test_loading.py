@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.logs import logged
 from torch import nn
 
+from accelerate import load_checkpoint_and_dispatch
 from accelerate.offload.loading import convert_weights, load_checkpoint_in_model, load_offloaded_weights
 from accelerate.offload.store import OffloadedWeightsLoader, TorchFile, load_state_dict
 from accelerate.offload.stored import ALIGNMENT, SafetensorsFile
@@ -203,6 +204,20 @@ def test_a_tied_weight_saved_under_one_name_reaches_both(places: dict[str, str],
         assert torch.equal(target[0].weight, source[0].weight)
     else:
         assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path / "o")["1.weight"], source[0].weight)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("w.bin", None), ("w.safetensors", torch.float16)])
+def test_a_tied_weight_and_its_neighbors_are_converted_together(
+    name: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    source, target = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))) for _ in range(2))
+    for model in (source, target):
+        model[2].weight = model[0].weight
+    state = {key: value.clone() for key, value in source.state_dict().items() if key != "2.weight"}
+    torch.save(state, tmp_path / name) if dtype is None else save_file(state, tmp_path / name)
+    load_checkpoint_and_dispatch(target, tmp_path / name, {"": "disk"}, offload_folder=tmp_path / "o", dtype=dtype)
+    inputs = torch.rand(1, 2, dtype=dtype)
+    assert torch.equal(target(inputs), source.to(inputs.dtype)(inputs))
 
 
 class Counted(nn.Module):
