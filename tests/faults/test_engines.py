@@ -197,6 +197,20 @@ class Faults:
         pairs = zip(own_weights(self.accelerator), kept_weights, strict=True)
         self.found["a load changes weights"] = not all(torch.equal(held, before) for held, before in pairs)
 
+    def wrong_values(self, *, shapes: bool) -> None:
+        """Load a learning rate and, if the engine leaves the optimizer's state to us, a shape that no step can use."""
+        optimizer = self.accelerator._optimizers[0]
+        self.step()
+        places = [(optimizer.param_groups[0], "lr", "fast")]
+        if shapes:
+            places.append((next(iter(optimizer.optimizer.state.values())), "exp_avg", torch.zeros(3, 1, 7)))
+        self.found["wrong"] = []
+        for entry, name, value in places:
+            right, entry[name] = entry[name], value
+            folder = self.accelerator.save_state()
+            entry[name] = right
+            self.found["wrong"].append(self.refused_load(folder))
+
     def vanished_folder(self) -> None:
         self.on_one_rank(lambda: shutil.rmtree(self.project))
         self.found["after it vanished"] = self.save().name
@@ -219,6 +233,7 @@ def suffer(name: str, disk: str, is_small: bool) -> dict[str, Any]:
     faults.found["names"] = [first.name, last.name]
     faults.vanished_folder()
     faults.accelerator.load_state()
+    faults.wrong_values(shapes=name in ("replicas", "fsdp2", "megatron"))
     faults.accelerator.end_training()
     return faults.found
 
@@ -249,6 +264,12 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_and_changes_nothing(found
     assert found["a load changes weights"]
     first, last = found["names"]
     assert found["valid"] == {first: True, last: False}
+
+
+def test_values_that_no_step_can_use_are_refused_before_anything_changes(found: dict[str, Any]) -> None:
+    assert "lr='fast'" in found["wrong"][0]
+    assert all("(3, 1, 7)" in text for text in found["wrong"][1:])
+    assert not any("half restored" in text for text in found["wrong"])
 
 
 def test_what_somebody_removes_costs_the_save_at_most(found: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.sharded import ShardFolder, by_position, is_sharded
 from accelerate.checkpointing.torch_files import allows_pickle, broken, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
-from accelerate.parallel.unwrap import extract_model_from_parallel
+from accelerate.parallel.unwrap import extract_model_from_parallel, plain_optimizer
 from accelerate.runtime import current
 
 _LOG = logging.getLogger(__name__)
@@ -333,16 +333,21 @@ class OptimizerPart(ObjectPart):
             saved_state = ShardFolder(shards, options.allows_pickle).read_whole()["optimizer"]
         else:
             saved_state = super().read(folder, options)
-        _check_optimizer(saved_state, repr(str(folder / self.file)))
+        origin = repr(str(folder / self.file))
+        check_optimizer_file(saved_state, origin)
         state = by_position(saved_state)  # a run that shards saves by the names of parameters
         own_groups: list[dict[str, Any]] = self.optimizer.param_groups
         saved, own = ([len(group["params"]) for group in groups] for groups in (state["param_groups"], own_groups))
         if saved != own:
             raise CheckpointError(
-                f"{str(folder / self.file)!r} is of an optimizer with {saved} parameters in its groups, and the one here "
+                f"{origin} is of an optimizer with {saved} parameters in its groups, and the one here "
                 f"has {own}: it is of another model, or the groups were made otherwise. Build the optimizer as it was "
                 "when the checkpoint was saved."
             )
+        parameters = (parameter for group in own_groups for parameter in group["params"])
+        check_optimizer_state(
+            self.optimizer, state, {number: tuple(entry.shape) for number, entry in enumerate(parameters)}, origin
+        )
         # Torch counts steps in host memory, or moves the counts itself for kernels that read them. Counts on a device
         # would make the host wait for it in every step.
         for entry in state["state"].values():
@@ -351,8 +356,8 @@ class OptimizerPart(ObjectPart):
         return state
 
 
-def _check_optimizer(state: Any, origin: str) -> None:
-    """Refuse what is not the state of an optimizer of torch."""
+def check_optimizer_file(state: Any, origin: str) -> None:
+    """Raise a CheckpointError unless a value has the structure of a torch optimizer's state."""
     found = as_mapping(state, origin)
     groups, held = found.get("param_groups"), found.get("state")
     if not isinstance(groups, list) or not all(
@@ -362,6 +367,55 @@ def _check_optimizer(state: Any, origin: str) -> None:
     for key, entry in as_mapping(held, origin).items():
         if isinstance(key, int):  # of a parameter; what an optimizer keeps beside them is its own
             as_mapping(entry, origin)
+
+
+def check_optimizer_state(
+    optimizer: Any, state: Mapping[str, Any], shapes: Mapping[Any, tuple[int, ...]], origin: str
+) -> None:
+    """Refuse values that torch's `load_state_dict` accepts and the next step would fail on.
+
+    Args:
+        state: The saved state; tensors may be on the meta device.
+        shapes: The shape of each parameter, by the keys of the state.
+        origin: The file, for messages.
+
+    Raises:
+        CheckpointError: If an option of a group or a value of a parameter cannot belong to this optimizer.
+    """
+    plain = plain_optimizer(optimizer)
+    kind = type(plain).__name__
+    for number, (own, saved) in enumerate(zip(plain.param_groups, state["param_groups"], strict=False)):
+        for name in sorted(own.keys() & ({"lr", *saved} - {"params"})):
+            value = saved.get(name)
+            is_missing = value is None and isinstance(own[name], int | float) and not isinstance(own[name], bool)
+            if is_missing or _is_other_kind(own[name], value):
+                raise CheckpointError(
+                    f"{origin} holds {name}={shown(value)} in group {number}, and this {kind} has {shown(own[name])}: it is of "
+                    "another optimizer, or broken. Use another checkpoint."
+                )
+    # Other optimizers may keep states of any shape; so does LBFGS, which flattens all parameters.
+    is_known = type(plain).__module__.startswith("torch.optim.") and not isinstance(plain, torch.optim.LBFGS)
+    for key, entry in state["state"].items():
+        if isinstance(key, int) and key not in shapes:
+            raise CheckpointError(
+                f"{origin} holds a state of parameter {key}, and this {kind} has {len(shapes)} parameters: it is of another "
+                "optimizer, or broken. Use another checkpoint."
+            )
+        for name, value in as_mapping(entry, origin).items() if is_known and key in shapes else ():
+            if not _is_state_of(shapes[key], name, value):
+                found = f"the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+                raise CheckpointError(
+                    f"{origin} holds {shown(name)} of parameter {key!r} with {found}, and the parameter of this {kind} has the "
+                    f"shape {shapes[key]}: it is of another optimizer, or broken. Use another checkpoint."
+                )
+
+
+def _is_state_of(shape: tuple[int, ...], name: Any, value: Any) -> bool:
+    """Return whether an optimizer of torch can keep a value for a parameter: one number, or one for each element."""
+    if not isinstance(value, torch.Tensor):
+        return value is None or isinstance(value, int | float)
+    factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}  # of Adafactor
+    return not value.dim() or tuple(value.shape) in (shape, factors.get(name))
 
 
 class SchedulerPart(ObjectPart):
@@ -396,10 +450,16 @@ _VALUES = (type(None), bool, int, float, str, list, tuple, dict, torch.Tensor)
 
 
 def _is_other_kind(own: Any, saved: Any) -> bool:
-    """Return whether a value cannot stand in the place of another: a text where a number is, or a number for a list."""
-    if isinstance(own, int | float):
+    """Return whether a saved value cannot replace another one: a string for a number, or a number for a list."""
+    if isinstance(own, int | float | torch.Tensor):
+        if isinstance(saved, torch.Tensor):
+            return saved.numel() != (own.numel() if isinstance(own, torch.Tensor) else 1)
         return isinstance(saved, str | bytes | list | tuple | dict)
-    return isinstance(own, list | tuple) and isinstance(saved, str | bytes | int | float)
+    if not isinstance(own, list | tuple):
+        return False
+    if isinstance(saved, list | tuple):
+        return any(_is_other_kind(*pair) for pair in zip(own, saved, strict=False))
+    return isinstance(saved, str | bytes | int | float)
 
 
 class ScalerPart(ObjectPart):

@@ -63,6 +63,25 @@ class ShardFolder:
             )
         return read_description(self.path / METADATA)
 
+    @cached_property
+    def optimizer_outline(self) -> dict[str, Any]:
+        """Return the state of the optimizer in the folder, read once; tensors of parameters are on the meta device.
+
+        Raises:
+            CheckpointError: If values cannot be read.
+        """
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        entries = self.metadata.state_dict_metadata
+        paths = self.metadata.planner_data or {}
+        outline: dict[str, Any] = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata) and paths[key][1] != "param_groups"
+        }
+        outline |= self.read([key for key in entries if key not in outline])
+        return {"state": {}, **unflatten({key: paths[key][1:] for key in outline}, outline)}
+
     def load_into(self, state: dict[str, Any], *, flat: bool = False) -> None:
         """Fill the tensors of a state dict, and replace its other values; no rank waits for another.
 

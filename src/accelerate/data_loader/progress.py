@@ -131,8 +131,16 @@ def check_loader_state(state: Any, origin: str) -> None:
         check_random_states(states, origin)
 
 
-def _are_whole(values: Any) -> bool:
-    return isinstance(values, list | tuple) and all(map(is_whole, values))
+# No loader gets here in one epoch: at a million samples per second it would take 11 days.
+_MAX_COUNT = 10**12
+
+
+def _is_count(value: Any) -> bool:
+    return is_whole(value, most=_MAX_COUNT)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(map(_is_count, values))
 
 
 def _are_seeds(values: Any) -> bool:
@@ -142,8 +150,8 @@ def _are_seeds(values: Any) -> bool:
 
 
 _OF_LOADERS: dict[str, Any] = {
-    **dict.fromkeys(("epoch", "samples", "unit", "workers", "rounds", "batches"), is_whole),
-    **dict.fromkeys(("streams", "files", "layout"), _are_whole),
+    **dict.fromkeys(("epoch", "samples", "unit", "workers", "rounds", "batches"), _is_count),
+    **dict.fromkeys(("streams", "files", "layout"), _are_counts),
     "base_seeds": _are_seeds,
 }
 

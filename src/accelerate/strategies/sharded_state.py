@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from accelerate.checkpointing.parts import (
     OptimizerPart,
     Part,
     Prepared,
+    check_optimizer_file,
+    check_optimizer_state,
     indexed,
     read_torch,
     read_weights,
@@ -110,18 +112,14 @@ def load_optimizer_state(
     if is_fsdp1(model):
         _load_fsdp1(model, plain, saved)
         return
-    names = parameter_names(model)
-    # A parameter of another model has a name that nothing was saved under.
-    here = [[names.get(id(entry), f"<{id(entry)}>") for entry in group["params"]] for group in plain.param_groups]
+    here = _group_names(model, plain)
     parameters = (entry for group in plain.param_groups for entry in group["params"])
     by_name = dict(zip((name for group in here for name in group), parameters, strict=True))
     full: StateDict = {}
     if isinstance(saved, ShardFolder):
-        shapes = shapes_in_folder(saved)
-        if is_stage:
-            for group in shapes["param_groups"]:
-                group["params"] = [name for name in group["params"] if name in by_name]
-        shapes["param_groups"] = _in_order(shapes["param_groups"], here)
+        shapes = dict(saved.optimizer_outline)
+        groups = _of_stage(shapes["param_groups"], by_name) if is_stage else shapes["param_groups"]
+        shapes["param_groups"] = _in_order(groups, here)
     else:
         shapes, full = _shapes_at_rank0(saved, here)
     _check_groups(here, shapes["param_groups"], saved.path if isinstance(saved, ShardFolder) else "optimizer.bin")
@@ -137,23 +135,11 @@ def load_optimizer_state(
     plain.load_state_dict(by_position({"state": state, "param_groups": shapes["param_groups"]}))
 
 
-def shapes_in_folder(folder: ShardFolder) -> StateDict:
-    """Return the state in a folder of shards, with tensors without memory in place of its tensors."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    metadata = folder.metadata
-    paths = metadata.planner_data or {}
-    keys = [key for key in metadata.state_dict_metadata if paths[key][1] == "param_groups"]
-    found = sharded.unflatten({key: paths[key][1:] for key in keys}, folder.read(keys))
-    found["state"] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        _, part, name, *field = paths[key]
-        if part == "state":
-            shape = None
-            if isinstance(entry, TensorStorageMetadata):
-                shape = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            found["state"].setdefault(name, {})[field[0]] = shape
-    return found
+def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each group."""
+    names = parameter_names(model)
+    # A parameter of another model has a name that nothing was saved under.
+    return [[names.get(id(entry), f"<{id(entry)}>") for entry in group["params"]] for group in optimizer.param_groups]
 
 
 def _shapes_at_rank0(saved: StateDict, here: Sequence[Sequence[str]]) -> tuple[StateDict, StateDict]:
@@ -183,6 +169,11 @@ def _in_order(groups: Sequence[Mapping[str, Any]], here: Sequence[Sequence[str]]
     if [set(group["params"]) for group in groups] != [set(own) for own in here]:
         return [dict(group) for group in groups]
     return [{**group, "params": list(own)} for group, own in zip(groups, here, strict=True)]
+
+
+def _of_stage(groups: Sequence[Mapping[str, Any]], own: Container[str]) -> list[dict[str, Any]]:
+    """Return groups without the parameters of other stages of a pipeline."""
+    return [{**group, "params": [name for name in group["params"] if name in own]} for group in groups]
 
 
 def _check_groups(here: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], source: object) -> None:
@@ -443,6 +434,30 @@ class ShardedOptimizerPart(ShardedPart):
             for place, group in enumerate(state["param_groups"]):
                 group["params"] = [name for stage in found for name in stage[place]]
         return state
+
+    def read(self, folder: Path, options: LoadOptions) -> Any:
+        found = super().read(folder, options)
+        if isinstance(found, ShardFolder):
+            self._check_state(found.optimizer_outline, found.path)
+        elif current.runtime().rank == 0:  # the others are sent the state
+            self._check_state(found, folder / self.file_name)
+        return found
+
+    def _check_state(self, saved: Any, path: Path) -> None:
+        """Raise a CheckpointError if a state is of another optimizer, before any rank restores something."""
+        check_optimizer_file(saved, repr(str(path)))
+        plain = plain_optimizer(self.optimizer)
+        shapes: dict[Any, tuple[int, ...]] = dict(UnshardedParameters.of(self.model).shapes)
+        names: list[str] = []
+        if not any(flat_parameter_names(entry) for group in plain.param_groups for entry in group["params"]):
+            here = _group_names(self.model, plain)
+            groups = saved["param_groups"] if self.stages is None else _of_stage(saved["param_groups"], shapes)
+            _check_groups(here, groups, path)
+            names = [name for group in here for name in group]
+        # A run that does not shard saves parameters by number; of those that FSDP 1 has joined the numbers are not known here.
+        state = {key: entry for key, entry in saved["state"].items() if names or not isinstance(key, int)}
+        shapes |= {number: shapes[name] for number, name in enumerate(names) if name in shapes}
+        check_optimizer_state(plain, {**saved, "state": state}, shapes, repr(str(path)))
 
     def restore(self, payload: Any) -> None:
         load_optimizer_state(self.model, self.optimizer, payload, is_stage=self.stages is not None)

@@ -11,6 +11,7 @@ from tests.support.checkpoints import save_part as save
 
 from accelerate.checkpointing.parts import (
     ModelPart,
+    OptimizerPart,
     SchedulerPart,
     WeightsPart,
 )
@@ -43,6 +44,31 @@ def test_schedulers_of_torch_are_read_without_running_code(tmp_path: Path, make:
     load(SchedulerPart(other), tmp_path)
     assert other.last_epoch == schedule.last_epoch
     assert other.get_last_lr() == schedule.get_last_lr()
+
+
+OPTIMIZERS = [
+    name
+    for name in torch.optim.__all__
+    if isinstance(kind := getattr(torch.optim, name), type) and issubclass(kind, torch.optim.Optimizer)
+]
+
+
+@pytest.mark.parametrize("kind", [name for name in OPTIMIZERS if name != "Optimizer"])
+def test_optimizers_of_torch_come_back(tmp_path: Path, kind: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3, 2))]
+    if kind != "Muon":  # for matrices only
+        parameters.append(torch.nn.Parameter(torch.ones(4)))
+    make = getattr(torch.optim, kind)
+    optimizer, other = make(parameters, lr=0.1), make(parameters, lr=0.2)
+    for parameter in parameters:
+        parameter.grad = torch.rand_like(parameter)
+        if kind == "SparseAdam":
+            parameter.grad = parameter.grad.to_sparse()
+    optimizer.step(*[lambda: torch.tensor(1.0)] if kind == "LBFGS" else [])
+    save(OptimizerPart(optimizer), tmp_path)
+    load(OptimizerPart(other), tmp_path)
+    assert other.param_groups[0]["lr"] == 0.1
+    assert other.state.keys() == optimizer.state.keys()
 
 
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:

@@ -442,6 +442,10 @@ class TestLoading:
         assert model[1].weight is model[0].weight
 
 
+def optimizer_with(state: dict[int, Any]) -> dict[str, Any]:
+    return {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
+
+
 class TestHostileFiles:
     """Files that hold data which is not what belongs there."""
 
@@ -468,7 +472,17 @@ class TestHostileFiles:
             ("optimizer.bin", {}),
             ("optimizer.bin", {"state": {}, "param_groups": [5]}),
             ("optimizer.bin", {"state": {0: 5}, "param_groups": [{"params": [0, 1]}]}),
+            ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1], "lr": "0.1"}]}),
+            ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1], "lr": torch.ones(2)}]}),
+            ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1]}]}),
+            ("optimizer.bin", optimizer_with({0: {"momentum_buffer": torch.ones(3)}})),
+            ("optimizer.bin", optimizer_with({0: {"momentum_buffer": "x"}})),
+            ("optimizer.bin", optimizer_with({2: {"momentum_buffer": torch.ones(2)}})),
+            ("scheduler.bin", {"base_lrs": ["x"]}),
             ("loader.bin", 5),
+            ("loader.bin", {"epoch": 0, "samples": 10**15}),
+            ("loader.bin", {"epoch": 0, "samples": -1}),
+            ("loader.bin", {"epoch": 10**15}),
             ("loader.bin", {"epoch": 0, "order": {"zz": 1}}),
             ("loader.bin", {"_accelerate": 5}),
             ("window_0.bin", {"share": {"index": 0, "count": 1}, "window": {}, "is_open": True, "gradients": 5}),

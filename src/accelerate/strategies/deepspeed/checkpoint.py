@@ -22,7 +22,15 @@ from accelerate._base.imports import require
 from accelerate._base.untrusted import is_whole, path_inside, read_limited, shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import WINDOW
-from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, indexed, read_torch
+from accelerate.checkpointing.parts import (
+    LoadOptions,
+    ModelPart,
+    Part,
+    Prepared,
+    check_optimizer_state,
+    indexed,
+    read_torch,
+)
 from accelerate.checkpointing.run_parts import read_window
 from accelerate.checkpointing.torch_files import trust, warn_of_code
 from accelerate.collectives.base import communicator
@@ -326,16 +334,18 @@ class EngineFacts:
     Args:
         stage: The stage of ZeRO.
         num_shards: Over how many processes the optimizer is sharded; None where it is whole.
+        groups: The options of each group of parameters, as this library saves them.
     """
 
     stage: int
     num_shards: int | None
+    groups: list[dict[str, Any]]
 
     def check(self, engine: Any, folder: Path) -> None:
         """Refuse the files of another engine.
 
         Raises:
-            CheckpointError: If they are of another stage of ZeRO.
+            CheckpointError: If they are of another stage of ZeRO, or of another optimizer.
         """
         own = int(engine.zero_optimization_stage())
         if self.stage != own:
@@ -343,6 +353,7 @@ class EngineFacts:
                 f"{str(folder)!r} was saved with ZeRO {self.stage}, and this run has zero_stage={own}, whose files are others. "
                 f"Write zero_stage={self.stage}, or load the weights alone."
             )
+        check_optimizer_state(engine.optimizer, {"state": {}, "param_groups": self.groups}, {}, repr(str(folder)))
 
 
 def read_facts(folder: Path, reader: _Reader) -> EngineFacts:
@@ -358,14 +369,15 @@ def read_facts(folder: Path, reader: _Reader) -> EngineFacts:
     try:
         stage = ((state.get("ds_config") or {}).get("zero_optimization") or {}).get("stage", 0)
         num_shards = state["dp_world_size"] if stage else None
-    except (AttributeError, KeyError, TypeError):
-        stage = num_shards = None
+        groups = [dict(group) for group in (state.get(_OWN) or {}).get("groups") or ()]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        stage, num_shards, groups = None, None, []
     if not is_whole(stage, most=3) or not (num_shards is None or is_whole(num_shards, least=1)):
         raise CheckpointError(
             f"{str(models[0])!r} does not say which stage of ZeRO it is of, and of how many processes, as what DeepSpeed "
             "writes does. Use another checkpoint."
         )
-    return EngineFacts(stage, num_shards)
+    return EngineFacts(stage, num_shards, groups)
 
 
 def _to_universal(source: Path, target: Path, reader: _Reader) -> None:

@@ -12,12 +12,19 @@ import torch
 from accelerate._base.constants import OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.files import FolderWriter
-from accelerate.checkpointing.parts import LoadOptions, Part, Prepared, read_weights
+from accelerate.checkpointing.parts import (
+    LoadOptions,
+    Part,
+    Prepared,
+    check_optimizer_file,
+    check_optimizer_state,
+    read_weights,
+)
 from accelerate.checkpointing.sharded import ShardFolder, is_sharded
 from accelerate.parallel.unwrap import plain_optimizer
 from accelerate.strategies.megatron.engine import MegatronEngine
 from accelerate.strategies.megatron.weights import Layout
-from accelerate.strategies.sharded_state import ShardedPart, StateDict, shapes_in_folder
+from accelerate.strategies.sharded_state import ShardedPart, StateDict
 from accelerate.strategies.tools import local
 
 if TYPE_CHECKING:
@@ -145,19 +152,23 @@ class PiecesOptimizerPart(ShardedPart):
             )
         here = self._groups(self._layouts())
         shards = ShardFolder(path, options.allows_pickle)
-        there = shapes_in_folder(shards)["param_groups"]
+        outline = shards.optimizer_outline
+        check_optimizer_file(outline, repr(str(path)))
+        there = outline["param_groups"]
         if [set(group["params"]) for group in here] != [set(group["params"]) for group in there]:
             raise CheckpointError(
                 f"{str(path)!r} is of an optimizer with other groups of parameters, or of another model. Build both as they "
                 "were when it was saved."
             )
+        shapes = {name: tuple(piece.shape) for name, piece in self.carried.weights.state().items()}
+        check_optimizer_state(self.optimizer, outline, shapes, repr(str(path)))
         return shards
 
     def restore(self, payload: Any) -> None:
         if payload is None:
             return
         layouts, weights, optimizer = self._layouts(), self.carried.weights, self.optimizer
-        shapes = shapes_in_folder(payload)
+        shapes = payload.optimizer_outline
         parameters = [entry for group in optimizer.param_groups for entry in group["params"]]
         state: dict[str, dict[str, Any]] = {}
         for parameter in parameters:
