@@ -88,10 +88,6 @@ def assert_same(model: nn.Module, times: int = 2, **kwargs: Any) -> None:
 def memory_left(device: int = 0) -> int:
     """Return what is still taken on a device after models were deleted."""
     release_memory()
-    # A thread may hold the last weight that it was reading, and ends when its model is collected.
-    while reading := [thread for thread in threading.enumerate() if thread.name == "accelerate-read-ahead"]:
-        reading[0].join(0.01)
-        release_memory()
     return torch.accelerator.memory_allocated(device)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from accelerate.offload.memory import convert_file_size_to_int, free_memory_of
 from accelerate.offload.places import HOST
 from accelerate.offload.store import OffloadedWeightsLoader, OpenFiles
 from accelerate.offload.stored import LoadedTensor, LoadState, MappedFile
+from accelerate.runtime import current
 from accelerate.runtime.memory import trim_holes
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ COPIED_SHARE = 64
 """One in so many bytes of the free memory may hold copies of weights, which nobody else can use."""
 DEVICE_SHARE = 8
 """The same on an accelerator, where nothing else of an offloaded model lies."""
+Requests: TypeAlias = SimpleQueue[weakref.ref[LoadedTensor] | None]
+"""The weights to prefetch, by weak references: a request that nobody waits for must not keep memory; None ends a thread."""
 _BATCH = 16
 _JOIN_SECONDS = 5.0
 _MOST_THREADS = 64
@@ -203,7 +206,7 @@ class ReadAhead:
         self._most_bytes_ahead, self._fewest_ahead = BYTES_AHEAD, FEWEST_AHEAD
         self._lock = threading.RLock()
         self._arrival = threading.Condition(self._lock)
-        self._queue: SimpleQueue[LoadedTensor | None] = SimpleQueue()
+        self._queue: Requests = SimpleQueue()
         self._process: int | None = None
 
     def register(self, wanted: Sequence[tuple[str, torch.dtype]], device: torch.device) -> ModuleWeights:
@@ -336,10 +339,8 @@ class ReadAhead:
         # Threads take turns on a lane, so more than one would wait.
         num_threads = 1 if any(lane is not None for lane in lanes.values()) else NUM_THREADS
         for _ in range(num_threads):
-            thread = threading.Thread(
-                target=_load_requested, args=(weakref.ref(self), self._queue), name="accelerate-read-ahead", daemon=True
-            )
-            _threads[thread] = self._queue
+            thread = PrefetchThread(weakref.ref(self), self._queue)
+            current.PREFETCH_THREADS.add(thread)
             thread.start()
         weakref.finalize(self, _stop, self._queue, num_threads)
 
@@ -360,7 +361,7 @@ class ReadAhead:
                     return False
                 tensor.state = LoadState.REQUESTED
                 pool.add(tensor)
-                self._queue.put(tensor)
+                self._queue.put(weakref.ref(tensor))
         self._bytes_ahead += module.nbytes
         return True
 
@@ -436,33 +437,43 @@ class ReadAhead:
             logger.debug("A weight could not be read ahead: %s", error)
 
 
-_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[LoadedTensor | None]] = weakref.WeakKeyDictionary()
+class PrefetchThread(threading.Thread):
+    """Load what is requested, for as long as the model is in use.
+
+    It holds references to weights only while it holds `busy`, so that whoever has acquired the lock once after the last
+    other reference to a model is gone finds the memory of its weights free.
+    """
+
+    def __init__(self, engine: weakref.ref[ReadAhead], requests: Requests) -> None:
+        super().__init__(name="accelerate-read-ahead", daemon=True)
+        self.busy = threading.Lock()
+        self.requests = requests
+        self._engine = engine
+
+    def run(self) -> None:
+        while (request := self.requests.get()) is not None:
+            with self.busy:
+                self._load(request)
+
+    def _load(self, request: weakref.ref[LoadedTensor]) -> None:
+        owner, tensor = self._engine(), request()
+        if owner is not None and tensor is not None:
+            owner.load_requested(tensor)
 
 
-def _load_requested(engine: weakref.ref[ReadAhead], queue: SimpleQueue[LoadedTensor | None]) -> None:
-    """Load what is requested, for as long as the engine is in use."""
-    while (tensor := queue.get()) is not None:
-        owner = engine()
-        if owner is None:
-            return
-        owner.load_requested(tensor)
-        del owner, tensor
-
-
-def _stop(queue: SimpleQueue[LoadedTensor | None], num_threads: int) -> None:
+def _stop(requests: Requests, num_threads: int) -> None:
     for _ in range(num_threads):
-        queue.put(None)
+        requests.put(None)
 
 
 @atexit.register
 def _stop_all() -> None:
     """Wait for what is being loaded: a thread inside torch when the interpreter goes down aborts the process."""
-    running = dict(_threads)
-    for thread, queue in running.items():
-        if thread.is_alive():
-            with suppress(Empty):
-                while True:
-                    queue.get_nowait()
-            _stop(queue, NUM_THREADS)
+    running = [thread for thread in current.PREFETCH_THREADS if thread.is_alive()]
+    for thread in running:
+        with suppress(Empty):
+            while True:
+                thread.requests.get_nowait()
+        _stop(thread.requests, NUM_THREADS)
     for thread in running:
         thread.join(_JOIN_SECONDS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -31,6 +32,8 @@ STAGES: set[Path] = set()
 """The folders that this process is writing to."""
 WATCHED: dict[Path, tuple[Any, float]] = {}
 """How files that others may be writing looked, and since when they have looked like that."""
+PREFETCH_THREADS: WeakSet[Any] = WeakSet()
+"""The threads that load offloaded weights; each has a lock `busy` that it holds while it refers to some."""
 
 _RUNTIME = "_runtime"
 _MAIN_RANK = "_main_rank"

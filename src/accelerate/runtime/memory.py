@@ -25,6 +25,11 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Give the device's cached memory back; collect garbage first if asked."""
     if garbage_collection:
         gc.collect()
+        # A thread that is loading a weight of a model keeps the model's weights alive until it is done.
+        for thread in list(current.PREFETCH_THREADS):
+            if thread.is_alive():  # not those of the parent of a forked process, whose locks nobody releases
+                with thread.busy:
+                    pass
     active = current.active()
     backend = active.backend if active is not None else registry.default().value
     backend.empty_cache()

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from accelerate.offload.read_ahead import CallOrder, MemoryBudget, ModuleWeights, ReadAhead, choose_budget
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
 from accelerate.offload.stored import LoadedTensor, LoadState
+from accelerate.runtime.memory import release_memory
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -411,3 +412,26 @@ def test_many_threads_that_came_and_went_are_forgotten() -> None:
     for thread in threads:
         thread.join()
     assert len(order._last) < count
+
+
+def test_memory_of_a_model_is_free_once_it_is_released_while_weights_are_being_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, modules = engine(stored(tmp_path / "w.safetensors", "float64"), "1GB", torch.float64)
+    began, may_end = threading.Event(), threading.Event()
+    load = LoadedTensor.load
+
+    def load_slowly(tensor: LoadedTensor) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            may_end.wait()
+        load(tensor)
+
+    monkeypatch.setattr(LoadedTensor, "load", load_slowly)
+    run(made, modules, [0])
+    assert began.wait(60)
+    tensors = [weakref.ref(tensor) for module in modules for tensor in module.tensors]
+    del made, modules
+    threading.Timer(0.1, may_end.set).start()
+    release_memory()
+    assert not any(tensor() for tensor in tensors)
