@@ -353,7 +353,9 @@ class EngineFacts:
                 f"{str(folder)!r} was saved with ZeRO {self.stage}, and this run has zero_stage={own}, whose files are others. "
                 f"Write zero_stage={self.stage}, or load the weights alone."
             )
-        check_optimizer_state(engine.optimizer, {"state": {}, "param_groups": self.groups}, {}, repr(str(folder)))
+        if self.groups:
+            saved = {"state": {}, "param_groups": self.groups}
+            check_optimizer_state(engine.optimizer, saved, {}, repr(str(folder)))
 
 
 def read_facts(folder: Path, reader: _Reader) -> EngineFacts:
