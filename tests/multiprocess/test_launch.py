@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -98,6 +99,37 @@ def test_the_number_asked_for_is_started(script: Path) -> None:
         assert facts["ACCELERATE_USE_CPU"] == "True"
         assert facts["torch"] is False
     assert done.stderr == ""
+
+
+LISTENERS = """
+import json, os, psutil, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and accelerator.process_index == 1:
+    raise SystemExit(3)
+assert accelerator.reduce(torch.ones(1)).item() == 2
+launcher = psutil.Process(os.getppid())
+if accelerator.is_main_process:
+    for process in (launcher, *launcher.children(recursive=True)):
+        for entry in process.net_connections(kind="tcp"):
+            if entry.status == psutil.CONN_LISTEN:
+                print(json.dumps({"address": entry.laddr.ip, "port": entry.laddr.port, "launcher": process == launcher}))
+accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_run_on_one_machine_listens_on_the_loopback_address_only(tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "listeners.py"
+    script.write_text(LISTENERS)
+    port = () if backend == "c10d" else ("--main_process_port", str(get_free_port()))
+    done = launch("--num_processes", "2", "--max_restarts", "1", "--rdzv_backend", backend, *port, str(script))
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {entry["address"] for entry in found} == {"127.0.0.1"}
+    # The store of this attempt and that of the one before; a listener of gloo in each worker.
+    assert [entry["launcher"] for entry in found].count(True) <= 2
+    assert [entry["launcher"] for entry in found].count(False) >= 2
 
 
 def test_accumulation_without_deepspeed_is_left_to_the_script(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,22 @@ def ranks() -> dict[str, Any]:
         "rank": (state.process_index, state.local_process_index, state.num_processes),
         "flags": (state.is_main_process, state.is_local_main_process, state.is_last_process),
     }
+
+
+def listening_addresses() -> tuple[str, ...]:
+    PartialState()
+    dist.barrier()
+    entries = psutil.Process().net_connections(kind="tcp")
+    found = sorted(entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN)
+    dist.barrier()
+    return tuple(found)
+
+
+def test_a_group_on_the_loopback_address_listens_nowhere_else() -> None:
+    first, second = run_group(listening_addresses, 2)
+    # The first holds the store too.
+    assert len(first) == len(second) + 1
+    assert {*first, *second} == {"127.0.0.1"}
 
 
 def decorators() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
@@ -18,6 +19,9 @@ from accelerate._base.untrusted import number_in, shown
 from accelerate.devices.base import DeviceBackend
 from accelerate.devices.registry import AMD_NODES, APPLE, CPU, VENDORS
 from accelerate.devices.xla import XLA
+
+if TYPE_CHECKING:
+    import socket
 
 # A line of a tool's list: "GPU 0: ..." or "0,...", unlike a heading.
 _LISTED = re.compile(r"(?:GPU )?\d")
@@ -34,6 +38,8 @@ _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_768
 _PORT_ATTEMPTS = 20
+# All processes of a machine connect at the same moment.
+_BACKLOG = 4096
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 # Nodes of a cluster, or processes of a node.
 _MOST_COUNTED = 1_000_000
@@ -273,3 +279,32 @@ def get_free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address leads to this machine whichever machine it is used on."""
+    return address in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", address) is not None
+
+
+def listen_on_loopback(port: int = 0, address: str = "127.0.0.1") -> socket.socket:
+    """Return a socket that listens on a loopback address only; port 0 takes a free one.
+
+    Raises:
+        OSError: If the port is in use, or this machine has no such address.
+    """
+    import socket
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Clients of `localhost` try ::1 as well as this one.
+    number = "127.0.0.1" if address == "localhost" else address
+    return socket.create_server((number, port), family=family, backlog=_BACKLOG)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address of this machine."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return str(name)
+    return None

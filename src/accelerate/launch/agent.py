@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,20 +29,24 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
 from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import first_line
 from accelerate.config import env
+from accelerate.devices.machine import listen_on_loopback
 from accelerate.launch.failure import Failure, OutOfMemoryKills, exit_code_of, first_failure, read_record, report
-from accelerate.launch.plan import ElasticOptions
+from accelerate.launch.host import LOOPBACK
+from accelerate.launch.plan import OWN_STORES, ElasticOptions
 from accelerate.launch.processes import GracefulWorkers, Shutdown
 
 _LOGGERS = "torch.distributed.elastic"
@@ -103,28 +107,52 @@ class Agent(LocalElasticAgent):
         super()._stop_workers(worker_group)
 
 
-class _RestartableRendezvous(StaticTCPRendezvous):
-    """Machines that know each other's ranks, and whose workers get a fresh store each time they are started.
+class OneMachineRendezvous(RendezvousHandler):
+    """Rendezvous of one agent with its own workers, at a store that listens on the loopback address only.
 
-    Torch hands the same store to every attempt: there the workers find the addresses of those that were before them.
+    The agent holds the store, its workers are clients. Each attempt gets a new one: in the old one, workers would find
+    the addresses of those before them. Nothing in it is a pickle.
+
+    Args:
+        port: The port of the first attempt; 0 takes a free one.
     """
 
-    _attempts = 0
-    _fresh: TCPStore | None = None
+    def __init__(self, port: int, run_id: str) -> None:
+        self._port = port
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "static"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = super().next_rendezvous()
-        self._attempts += 1
-        if self._attempts == 1:
-            return info
-        key = f"accelerate/port/{self._attempts}"
-        if self.rank == 0:
-            self._fresh = TCPStore(
-                self.master_addr, 0, self.world_size, True, self.timeout, wait_for_workers=False, multi_tenant=True
-            )
-            info.store.set(key, str(self._fresh.port))
-        port = int(info.store.get(key))
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(self.master_addr, port))
+        # The agent keeps the store of the last attempt, and with it the port, until it has this one.
+        listener = listen_on_loopback(self._port if self._store is None else 0)
+        port = listener.getsockname()[1]
+        # The store takes the socket over.
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._store = store
+        return RendezvousInfo(PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other machine waits."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
 
 
 def run_command(
@@ -277,6 +305,7 @@ def run_agent(
 
     Raises:
         ChildFailedError: A worker fails and no restart is left.
+        ConfigurationError: The machines do not find each other.
         SignalException: A handler of a signal raised it.
     """
     _silence_agent()
@@ -305,6 +334,11 @@ def run_agent(
         events.record(agent.get_event_failed(), config.event_log_handler)
         agent.check_out()
         raise
+    except RendezvousError as error:
+        raise ConfigurationError(
+            f"The machines of this run could not meet at {config.rdzv_endpoint}: {first_line(error)}. Start the same "
+            "command on all of them, and let them reach that port."
+        ) from error
     finally:
         if closes:
             handler.shutdown()
@@ -320,13 +354,13 @@ def _rendezvous_handler(config: LaunchConfig) -> RendezvousHandler:
         local_addr=config.local_addr,
         **config.rdzv_configs,
     )
-    if config.rdzv_backend != "static":
+    if config.rdzv_backend not in OWN_STORES:
         return rendezvous_registry.get_rendezvous_handler(parameters)
-    plain: Any = create_rdzv_handler(parameters)
-    seconds = int(plain.timeout.total_seconds())
-    return _RestartableRendezvous(
-        plain.master_addr, plain.master_port, plain.rank, plain.world_size, plain.run_id, seconds
-    )
+    if config.max_nodes == 1:
+        return OneMachineRendezvous(parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=0)[1], config.run_id)
+    from accelerate.launch import rendezvous
+
+    return rendezvous.handler_of_machines(parameters)
 
 
 def _known(values: dict[str, Any], names: Any) -> dict[str, Any]:

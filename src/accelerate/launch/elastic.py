@@ -17,6 +17,7 @@ from accelerate.launch.host import (
     rank_config,
 )
 from accelerate.launch.plan import (
+    OWN_STORES,
     ElasticOptions,
     Launcher,
     LaunchPlan,
@@ -42,8 +43,6 @@ _HANDED_ON = (
     *("role", "max_restarts", "monitor_interval", "log_dir", "tee", "redirects", "logs_specs", "event_log_handler"),
     *("numa_binding", "virtual_local_rank"),
 )
-# Where the machines themselves keep the place at which they meet; others have a server for it.
-_OWN_STORES = ("static", "c10d")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -74,16 +73,16 @@ def _plan_agent(config: RunConfig, host: Host) -> LaunchPlan:
     machines, rank = int(config["num_machines"] or 1), int(config["machine_rank"] or 0)
     local = processes_per_machine(config)
     backend = str(config["rdzv_backend"] or "static")
-    if machines == 1 and (backend in _OWN_STORES or not config["main_process_ip"]):
+    if machines == 1 and (backend in OWN_STORES or not config["main_process_ip"]):
         return agent_plan(config, host, local, local_rendezvous(config, host))
     conflicts.check_machines(config)
     port = given_port(config) or DEFAULT_PORT
     # Without a rank, machines under c10d settle among themselves who is the first.
-    first = rank == 0 and backend in _OWN_STORES and (backend == "static" or config.is_given("machine_rank"))
+    first = rank == 0 and backend in OWN_STORES and (backend == "static" or config.is_given("machine_rank"))
     if first and host.port_in_use(port):
         raise conflicts.port_in_use(config, port)
     # Other backends, and a store in a file, meet at what need not be a machine.
-    meets_at_machine = backend in _OWN_STORES and "store_type" not in str(config["rdzv_conf"] or "")
+    meets_at_machine = backend in OWN_STORES and "store_type" not in str(config["rdzv_conf"] or "")
     address = main_address(config) if meets_at_machine else config["main_process_ip"]
     rendezvous = Rendezvous(str(address), port)
     return agent_plan(config, host, local, rendezvous, machines=machines, machine_rank=rank)
@@ -136,9 +135,7 @@ def agent_plan(
         signals=tuple(config["signals_to_handle"].split(",")) if config.is_given("signals_to_handle") else None,
         **{name: config[name] for name in _HANDED_ON if config[name] is not None},
     )
-    environment = worker_environment(config, host, local)
-    if machines > 1:
-        environment |= interface_variables(host, local_addr)
+    environment = worker_environment(config, host, local) | interface_variables(host, local_addr)
     return LaunchPlan("elastic", recorded_command(config, host), environment, rendezvous.notes, agent)
 
 

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import is_host, number_in, shown
 from accelerate.config import conflicts, env
-from accelerate.devices.machine import Machine, get_free_port, is_port_in_use, link_variables, tpu_cores
+from accelerate.devices.machine import (
+    Machine,
+    get_free_port,
+    interface_of,
+    is_port_in_use,
+    link_variables,
+    tpu_cores,
+)
 
 if TYPE_CHECKING:
     from accelerate.config.run_config import RunConfig
@@ -99,12 +106,7 @@ class Host:
 
     def interface_of(self, address: str) -> str | None:
         """Return the network interface that has an address of this machine."""
-        import psutil
-
-        for name, entries in psutil.net_if_addrs().items():
-            if any(entry.address == address for entry in entries):
-                return str(name)
-        return None
+        return interface_of(address)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ _SET_BY_LAUNCHER = frozenset({"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"})
 FAILURE_FOLDER = "ACCELERATE_FAILURE_FOLDER"
 # Says to DeepSpeed what it computes on.
 DEEPSPEED_DEVICE = "DS_ACCELERATOR"
+# Rendezvous backends whose store is held by one of the machines; others have a server for it.
+OWN_STORES = ("static", "c10d")
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 
 from accelerate.config import env
-from accelerate.runtime import current
+from accelerate.devices.machine import is_loopback, listen_on_loopback
+from accelerate.runtime import current, rank_sources
 from accelerate.runtime.current import Topology
 from accelerate.runtime.torch_private import default_store
 
@@ -43,11 +45,40 @@ def join(backend: str, topology: Topology, options: dict[str, Any]) -> dict[str,
     if current.RENDEZVOUS.get("place") == place:
         _rejoin({"backend": backend, **kept}, topology.rank, topology.world_size)
     else:
-        dist.init_process_group(backend=backend, **options)
+        dist.init_process_group(backend=backend, **{**options, **_loopback_store(topology, options)})
         current.RENDEZVOUS.update(place=place, store=default_store(), groups=1)
     if backend == "gloo":
         _leave_at_exit(os.getpid())
     return {_OPTIONS: {"backend": backend, **kept}, _SOCKETS: _open_sockets() - before}
+
+
+def _loopback_store(topology: Topology, options: dict[str, Any]) -> dict[str, Any]:
+    """Return further arguments for the group: a store on the loopback address, where all processes meet at one.
+
+    torch would let rank 0 listen on all interfaces. Under torch's agent, and so under this library's launcher, the agent
+    holds the store and every process is a client.
+    """
+    address, port = env.get("MASTER_ADDR", ""), env.integer("MASTER_PORT", 0)
+    is_given = not options.keys().isdisjoint(("init_method", "store"))
+    if is_given or not is_loopback(address) or env.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return {}
+    listener = None
+    if topology.rank == 0:
+        # A store that this program has opened at the port before is shared, as torch does it.
+        with suppress(OSError):
+            listener = listen_on_loopback(port, address)
+    store = TCPStore(
+        address,
+        port,
+        topology.world_size,
+        topology.rank == 0,
+        options.get("timeout", default_pg_timeout),
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+        use_libuv=env.get("USE_LIBUV", "1") == "1",
+    )
+    # The prefix that torch gives to a store of its own.
+    return {"store": PrefixStore("default_pg", store), "rank": topology.rank, "world_size": topology.world_size}
 
 
 @cache
@@ -67,6 +98,7 @@ def _leave_at_exit(process: int) -> None:
 def join_alone(backend: str) -> None:
     """Make a process group of this process alone, unless there is a group: some engines cannot do without."""
     if not dist.is_initialized():
+        rank_sources.keep_gloo_on_loopback()
         dist.init_process_group(backend=backend, store=HashStore(), rank=0, world_size=1)
         if backend == "gloo":
             _leave_at_exit(os.getpid())

@@ -140,6 +140,18 @@ def publish(topology: Topology) -> None:
             )
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.setdefault("MASTER_PORT", str(_DEFAULT_PORT))
+    if machine.is_loopback(os.environ["MASTER_ADDR"]):
+        keep_gloo_on_loopback()
+
+
+def keep_gloo_on_loopback() -> None:
+    """Let gloo listen on the loopback address only, where this machine has one and no interface was chosen.
+
+    Otherwise gloo listens on the address that the machine's own name leads to, which others may reach.
+    """
+    interface = machine.interface_of("127.0.0.1") if "GLOO_SOCKET_IFNAME" not in os.environ else None
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 @dataclass

@@ -156,6 +156,7 @@ def test_publish_on_one_machine() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": machine.interface_of("127.0.0.1"),
     }
 
 
