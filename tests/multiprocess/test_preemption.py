@@ -150,6 +150,36 @@ def test_a_launcher_that_is_told_to_stop_lets_its_workers_save(tmp_path: Path, n
         assert [entry["seen"] for entry in entries] == [4 * step for step in range(1, 19)]
 
 
+def test_a_signal_to_every_process_lets_the_workers_save(tmp_path: Path) -> None:
+    run = Run(tmp_path, "--num_processes", "2", words=["pause=0.5", "workers=2"])
+    run.await_file("running-0", "running-1")
+    launcher = psutil.Process(run.process.pid)
+    everyone = [*launcher.children(recursive=True), launcher]
+    assert len(everyone) >= 1 + 2 + 4
+    # The loaders' workers come first: a process that saves must not find them gone.
+    for process in sorted(everyone, key=lambda process: process.create_time(), reverse=True):
+        process.send_signal(signal.SIGTERM)
+    code, errors = run.wait()
+    assert code == 75, errors
+    assert "Traceback" not in errors
+    (first,), (second,) = notes(tmp_path, "saved")
+    assert first == second
+    assert len(checkpoints(tmp_path)) == 1
+    assert [process for process in everyone if process.is_running()] == []
+
+
+@pytest.mark.parametrize(("place", "count"), [("script", 2), ("accelerator", 2), ("accelerator", 1)])
+def test_a_notice_during_start_up_stops_the_run_at_its_first_step(tmp_path: Path, place: str, count: int) -> None:
+    run = Run(tmp_path, "--num_processes", str(count), words=[f"early={place}", "pause=0.5"])
+    names = [f"early-{rank}" for rank in range(count)]
+    until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in names))
+    os.kill(int((tmp_path / names[-1]).read_text()), signal.SIGUSR1)
+    (tmp_path / "go").touch()
+    code, errors = run.wait()
+    assert code == 75, errors
+    assert len(checkpoints(tmp_path)) == 1
+
+
 def test_a_signal_to_one_machine_stops_the_other_too(tmp_path: Path) -> None:
     port = str(get_free_port())
     common = [

@@ -78,6 +78,8 @@ TORCH_LAUNCH_PARAMS = [
 # What a launcher and its workers know of each other when a run is asked to stop.
 PREEMPTED_EXIT_CODE = 75
 """The exit code of a run that was stopped and goes on when it is started again; `EX_TEMPFAIL` of sysexits.h."""
+HANDLE_SIGNALS = "ACCELERATE_HANDLE_SIGNALS"
+"""Set by the launcher: an Accelerator keeps SIGUSR1 from ending its process, and has it for the first `should_stop`."""
 STOP_FOLDER = "ACCELERATE_STOP_FOLDER"
 """Names the folder in which a worker that listens for signals leaves a file named by its process id."""
 PREEMPTED_FILE = "stopped"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from accelerate._base.constants import HANDLE_SIGNALS
 from accelerate._base.helpers import Choice
 from accelerate.config.run_config import encode
 from accelerate.launch.host import Host
@@ -160,6 +161,7 @@ def worker_environment(config: RunConfig, host: Host, local_processes: int, *, h
         here: The workers run on this machine, so that what it has is what they have.
     """
     values = {name: value for name, value in encode(config).items() if name not in _SET_BY_LAUNCHER}
+    values[HANDLE_SIGNALS] = "1"
     if computes_on_cpu(config, host, here=here).value:
         values[DEEPSPEED_DEVICE] = "cpu"
     if local_processes > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import module as module_internals
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data._utils import signal_handling
 
 from accelerate._base.imports import is_torch_version
 
@@ -35,6 +37,21 @@ def default_store() -> Store:
     torch 2.9 to 2.13 give no public way to the store that `init_process_group` made from the environment.
     """
     return distributed_c10d._get_default_store()
+
+
+def handle_sigterm_in_loader_workers(handler: Callable[[int, Any], None]) -> None:
+    """Let the workers that loaders fork from now on call a function at SIGTERM.
+
+    torch 2.9 to 2.15 install their own handler when a worker starts, which ends it unless its parent sent the signal, and
+    have no hook after that.
+    """
+    install = signal_handling._set_worker_signal_handlers
+
+    def install_ours_too() -> None:
+        install()
+        signal.signal(signal.SIGTERM, handler)
+
+    signal_handling._set_worker_signal_handlers = install_ours_too
 
 
 def rearm_reducer(model: DistributedDataParallel) -> None:

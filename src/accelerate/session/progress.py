@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from accelerate._base.constants import HANDLE_SIGNALS
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.runtime.gradient_clock import Progress
@@ -26,6 +27,10 @@ class RunProgress:
     checkpoints: RunCheckpoints
     preemption: Preemption | None = None
     _reads: int = 0
+
+    def __post_init__(self) -> None:
+        if env.flag(HANDLE_SIGNALS):
+            self.preemption = Preemption()
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the epochs that are left of `total`; a run that was started to go on loads its checkpoint first."""
@@ -66,7 +71,7 @@ class RunProgress:
     def _listen(self) -> Preemption:
         if self.preemption is None:
             self.preemption = Preemption()
-        return self.preemption
+        return self.preemption.start()
 
     def stop_listening(self) -> None:
         """Let signals end this process again."""

@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
+from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +21,7 @@ from accelerate._base.constants import STOP_FOLDER
 from accelerate._base.errors import UsageError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
-from accelerate.runtime import current, process_group
+from accelerate.runtime import current, process_group, torch_private
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
@@ -32,8 +34,9 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Preemption:
-    """Listen for SIGTERM and SIGUSR1, and say at each step whether all processes are to stop.
+    """Listen for SIGTERM and SIGUSR1, and return at each step whether all processes are to stop.
 
+    Until it is started, it only keeps SIGUSR1 from ending the process: a scheduler may send it before the first step.
     Handlers that were there before are called too. The launcher learns that this process listens, so that it hands
     signals on and waits, instead of ending everything.
     """
@@ -42,15 +45,37 @@ class Preemption:
         self._process = os.getpid()
         self._received: signal.Signals | None = None
         self._before: dict[signal.Signals, Handler] = {}
-        self._notice = _announce() if self._listen() else None
+        self._notice: Path | None = None
+        self._agreement: Agreement | None = None
+        self._is_started = False
+        self._is_noting = False
+        if threading.current_thread() is threading.main_thread():
+            self._listen_for(SIGNALS[1:])
+            _worker_shield(self._process)
+
+    def start(self) -> Preemption:
+        """Begin to agree with the other processes, and return this object; further calls do nothing."""
+        if self._is_started:
+            return self
+        self._is_started = True
+        if threading.current_thread() is threading.main_thread():
+            self._listen_for(SIGNALS)
+            self._notice = _announce()
+            _worker_shield(self._process)[0] = 1
+        else:
+            warn_once(
+                "accelerator.should_stop was first read outside of the main thread, where Python lets nobody listen for "
+                "signals: this process only learns of those that other processes get. Read it once in the main thread.",
+                stacklevel=5,
+            )
         runtime = current.runtime()
         self._rank = runtime.rank
-        self._agreement: Agreement | None = None
         if runtime.is_distributed:
             number = current.next_number("preemption")
             self._agreement = Agreement(
                 process_group.store(), runtime.rank, runtime.world_size, self._stop_reason, f"preemption/{number}"
             )
+        return self
 
     @property
     def wants_to_stop(self) -> bool:
@@ -77,22 +102,20 @@ class Preemption:
             self._notice.unlink(missing_ok=True)
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
-                # Somebody else may have put a handler in the place of ours.
+                # The program may have replaced our handler.
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
+                    if number == signal.SIGTERM:
+                        _worker_shield(self._process)[0] = 0
         self._before.clear()
 
-    def _listen(self) -> bool:
-        if threading.current_thread() is not threading.main_thread():
-            warn_once(
-                "accelerator.should_stop was first read outside of the main thread, where Python lets nobody listen for "
-                "signals: this process only learns of those that other processes get. Read it once in the main thread.",
-                stacklevel=5,
-            )
-            return False
-        for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return True
+    def _listen_for(self, numbers: Iterable[signal.Signals]) -> None:
+        for number in numbers:
+            if signal.getsignal(number) != self._note:
+                self._before[number] = before = signal.signal(number, self._note)
+                # The launcher's own handler keeps a signal that came before there was an Accelerator.
+                if getattr(before, "was_called", False):
+                    self._received = number
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -104,8 +127,13 @@ class Preemption:
             return
         self._received = signal.Signals(number)
         before = self._before.get(signal.Signals(number))
-        if callable(before):
-            before(number, frame)
+        # A handler that the program installed after ours may call ours in turn.
+        if callable(before) and not self._is_noting:
+            self._is_noting = True
+            try:
+                before(number, frame)
+            finally:
+                self._is_noting = False
 
     def _stop_reason(self) -> str | None:
         received = self._received
@@ -218,6 +246,29 @@ class Agreement:
             f"This process is to stop and waited {_SECONDS_TO_ANSWER:.0f} s for rank(s) {missing}, which have not read "
             "`accelerator.should_stop` or are gone. Every process must read it, at the same steps."
         )
+
+
+@cache
+def _worker_shield(process: int) -> mmap:
+    """Return a byte that this process shares with the loader workers it forks: 1 while SIGTERM is not to end them.
+
+    A scheduler that stops a container signals every process of it. Without its workers a loader fails, and the process
+    that is about to save fails with it.
+    """
+    shield = mmap(-1, 1)
+
+    def end_unless_shielded(number: int, frame: FrameType | None) -> None:
+        if not shield[0] or os.getppid() != process:
+            os._exit(0)
+
+    def lower_shield() -> None:
+        if os.getpid() == process:
+            shield[0] = 0
+
+    torch_private.handle_sigterm_in_loader_workers(end_unless_shielded)
+    # multiprocessing ends its daemons by SIGTERM when the interpreter exits, and waits for them.
+    atexit.register(lower_shield)
+    return shield
 
 
 def ignore_signals() -> None:
