@@ -8,6 +8,7 @@ from accelerate._base.errors import (
     ConfigurationError,
     DistributedOperationException,
     MissingPackageError,
+    UnsupportedTorchError,
     UsageError,
     WrongTypeError,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedOperationException",
     "MissingPackageError",
+    "UnsupportedTorchError",
     "UsageError",
     "WrongTypeError",
 ]

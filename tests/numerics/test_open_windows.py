@@ -28,13 +28,17 @@ CASES = {
 }
 
 
+def prepared(case: Sharded) -> tuple[Any, Any, Any, Any]:
+    accelerator = case.accelerator()
+    model = make_words(case.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(make_text(), batch_size=4 // accelerator.num_processes)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
 def train(case: Sharded, folder: str | None, *, resumes: bool = False, blocking: bool = True) -> dict[str, Any]:
     """Train for three windows; save in the second, or go on from there, where a folder is given."""
-    accelerator = case.accelerator()
-    model: Any = make_words(case.dtype)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader: Any = DataLoader(make_text(), batch_size=4 // accelerator.num_processes)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator, model, optimizer, loader = prepared(case)
     done = 0
     if resumes:
         assert folder is not None
@@ -91,3 +95,32 @@ def test_the_window_goes_on_in_one_process(saved: tuple[str, dict[str, Any]]) ->
     (alone,) = run_group(finish_alone, 1, folder)
     for name, weights in alone.items():
         near(weights, never_stopped[name], 1e-9)
+
+
+def save_again_and_load_twice(folder: str) -> dict[str, Any]:
+    """Save what was just loaded; load that into a fresh model, and again into the same model after it has trained."""
+    found: dict[str, Any] = {}
+    for name in ("2", "2, bf16", "1", "1, joined"):
+        accelerator, *_ = prepared(CASES[name])
+        accelerator.load_state(f"{folder}/{name}")
+        accelerator.save_state(f"{folder}/again, {name}")
+        accelerator, model, optimizer, loader = prepared(CASES[name])
+        for _ in range(2):
+            accelerator.load_state(f"{folder}/again, {name}")
+            for words, following in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, words, following))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.setdefault(name, []).append(accelerator.get_state_dict(model))
+    return found
+
+
+def test_a_loaded_window_can_be_saved_again_and_loaded_into_a_trained_model(
+    saved: tuple[str, dict[str, Any]],
+) -> None:
+    folder, never_stopped = saved
+    for name, results in run_group(save_again_and_load_twice, 2, folder)[0].items():
+        assert len(results) == 2
+        for weights in results:
+            assert all(torch.equal(weights[key], value) for key, value in never_stopped[name].items())

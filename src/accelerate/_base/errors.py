@@ -6,6 +6,7 @@ AccelerateError
 ├── WrongTypeError (TypeError)                   an object of a type that cannot work
 ├── UsageError (RuntimeError)                    right arguments, wrong moment
 ├── MissingPackageError (ImportError)            an optional package is needed and absent
+├── UnsupportedTorchError (RuntimeError)         the installed torch lacks something that a feature needs
 ├── CheckpointError (RuntimeError)               a checkpoint cannot be written or read
 └── DistributedOperationException (RuntimeError) checked mode: the ranks disagree about a collective
 ```
@@ -36,6 +37,10 @@ class UsageError(AccelerateError, RuntimeError):
 
 class MissingPackageError(AccelerateError, ImportError):
     """Report an optional package that is needed and cannot be imported."""
+
+
+class UnsupportedTorchError(AccelerateError, RuntimeError):
+    """Report a feature that needs something the installed torch does not have."""
 
 
 class CheckpointError(AccelerateError, RuntimeError):

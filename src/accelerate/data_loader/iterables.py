@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-# Private in torch (2.13 and before): the only way to pin what an annotated batch holds as the loader would have.
-from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
-
 from accelerate.data_loader.order import EpochOrder
 from accelerate.data_loader.plan import GroupNote, GroupPlan, Observations
 from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
 from accelerate.data_loader.samplers import check_splittable, copy_loader
+from accelerate.runtime.torch_private import pin_batch
 
 
 class AnnotatedBatch:
@@ -35,7 +33,7 @@ class AnnotatedBatch:
 
     def pin_memory(self) -> AnnotatedBatch:
         """Pin the batch as torch would; called by its loader."""
-        return AnnotatedBatch(_pin_memory(self.batch), self.note, self.state)
+        return AnnotatedBatch(pin_batch(self.batch), self.note, self.state)
 
 
 class IterableDatasetShard(IterableDataset[Any], DataSource):

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from accelerate.parallel.unwrap import inner_block
+from accelerate.runtime.torch_private import checkpoint_activations
 
 
 def is_repeated_blocks(module: torch.nn.Module) -> bool:
@@ -102,13 +103,10 @@ def checkpoint_blocks(model: torch.nn.Module, names: Iterable[str], *, offload: 
         names: Dotted names of the blocks.
         offload: Keep what enters a block on the CPU until the backward pass.
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-
     for name in names:
         block = model.get_submodule(name)
         if block is not inner_block(block):
             continue
-        wrapped = checkpoint_wrapper(block)
         parent, _, child = name.rpartition(".")
-        setattr(inner_block(model.get_submodule(parent)), child, offload_wrapper(wrapped) if offload else wrapped)
+        setattr(inner_block(model.get_submodule(parent)), child, checkpoint_activations(block, offload=offload))
     return model

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from accelerate._base.enums import DistributedType
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.helpers import Choice
+from accelerate._base.helpers import Choice, log_once
 from accelerate.config import env
 from accelerate.devices import registry
 from accelerate.devices.base import DeviceBackend
 from accelerate.runtime import current, process_group, rank_sources
 from accelerate.runtime.current import Runtime, Topology
+from accelerate.runtime.torch_private import NEWEST_TESTED_TORCH
 
 
 def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, together: bool = False) -> Runtime:
@@ -36,6 +38,8 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, 
     if together:
         backend.use_together()
     topology = expected_topology(backend)
+    if topology.rank == 0:
+        _report_untested_torch()
     device = _choose_device(backend, topology)
     for name, value in backend.process_variables:
         env.put(name, value)
@@ -65,6 +69,16 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, 
         process_index=topology.rank,
     )
     return started
+
+
+def _report_untested_torch() -> None:
+    """Log once that the installed torch is newer than the tested ones; a patch release is not."""
+    if Version(torch.__version__).release[:2] > NEWEST_TESTED_TORCH:
+        log_once(
+            __name__,
+            f"torch {torch.__version__} is newer than {'.'.join(map(str, NEWEST_TESTED_TORCH))}, the newest release that "
+            "this version of accelerate was tested with. A feature that does not work with it raises an error.",
+        )
 
 
 def expected_topology(backend: DeviceBackend) -> Topology:

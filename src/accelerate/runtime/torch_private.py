@@ -1,28 +1,34 @@
-"""What this library does around torch's public interface: the one place to look when torch changes."""
+"""Access to private parts of torch: the one place to adapt when torch changes.
+
+Verified with torch 2.9 to 2.15. A remark names versions only where it holds for some of these. Nothing private is read
+when this module is imported, so that a part that a later torch lacks stops only the feature that needs it.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.amp.grad_scaler import OptState
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module as module_internals
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data._utils import signal_handling
 
+from accelerate._base.errors import UnsupportedTorchError
 from accelerate._base.imports import is_torch_version
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.overrides import TorchFunctionMode
@@ -30,50 +36,76 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 9), (2, 15)
+"""Releases with which this library is tested; `constraints-xla.txt` and `constraints-newest.txt` pin them."""
+
+
+def private(owner: Any, name: str) -> Any:
+    """Return a private attribute of torch.
+
+    Args:
+        owner: The object that has it, or the full name of a module, which is imported.
+
+    Raises:
+        UnsupportedTorchError: The installed torch does not have it.
+    """
+    try:
+        return getattr(importlib.import_module(owner) if isinstance(owner, str) else owner, name)
+    except (AttributeError, ImportError) as error:
+        kind = owner if isinstance(owner, type) else type(owner)
+        place = owner.__name__ if isinstance(owner, ModuleType) else f"{kind.__module__}.{kind.__qualname__}"
+        oldest, newest = (".".join(map(str, release)) for release in (OLDEST_TORCH, NEWEST_TESTED_TORCH))
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} has no {owner if isinstance(owner, str) else place}.{name}, a private attribute "
+            f"that this feature needs. Install torch {oldest} to {newest}."
+        ) from error
+
 
 def default_store() -> Store:
     """Return the key-value store of the default process group.
 
-    torch 2.9 to 2.13 give no public way to the store that `init_process_group` made from the environment.
+    torch gives no public way to the store that `init_process_group` made from the environment.
     """
-    return distributed_c10d._get_default_store()
+    store: Store = private(distributed_c10d, "_get_default_store")()
+    return store
 
 
 def handle_sigterm_in_loader_workers(handler: Callable[[int, Any], None]) -> None:
     """Let the workers that loaders fork from now on call a function at SIGTERM.
 
-    torch 2.9 to 2.15 install their own handler when a worker starts, which ends it unless its parent sent the signal, and
-    have no hook after that.
+    torch installs its own handler when a worker starts, which ends it unless its parent sent the signal, and has no hook
+    after that.
     """
-    install = signal_handling._set_worker_signal_handlers
+    module, name = "torch.utils.data._utils.signal_handling", "_set_worker_signal_handlers"
+    install = private(module, name)
 
     def install_ours_too() -> None:
         install()
         signal.signal(signal.SIGTERM, handler)
 
-    signal_handling._set_worker_signal_handlers = install_ours_too
+    setattr(importlib.import_module(module), name, install_ours_too)
 
 
 def rearm_reducer(model: DistributedDataParallel) -> None:
     """Make DDP exchange gradients in the next backward pass although the forward pass was told not to.
 
-    torch 2.9 to 2.13 prepare the reducer in the forward pass only.
+    torch prepares the reducer in the forward pass only.
     """
-    model.reducer.prepare_for_backward([])
+    private(model, "reducer").prepare_for_backward([])
 
 
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the gradients of `optimizer` were already unscaled in this step.
 
-    torch 2.9 to 2.13 raise an error when gradients are unscaled twice, and have no public way to ask before.
+    torch raises an error when gradients are unscaled twice, and has no public way to ask before.
     """
-    return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+    return private(scaler, "_per_optimizer_states")[id(optimizer)]["stage"] is not OptState.READY
 
 
 def follow_optimizer(scheduler: LRScheduler, optimizer: Any) -> None:
     """Let a schedule drive another optimizer, with the same groups, than the one that it was made for.
 
-    torch 2.9 to 2.13 mark the `step` of the optimizer that a schedule is made for, and warn where the mark is missing.
+    torch marks the `step` of the optimizer that a schedule is made for, and warns where the mark is missing.
     """
     for group, old in zip(optimizer.param_groups, scheduler.optimizer.param_groups, strict=True):
         group.update({name: old[name] for name in ("initial_lr", "lr")})
@@ -92,57 +124,59 @@ def follow_optimizer(scheduler: LRScheduler, optimizer: Any) -> None:
 def register_first_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
     """Call a function before an optimizer steps, and before the hooks that it has already.
 
-    torch 2.9 to 2.13 have no public way to be the first.
+    torch has no public way to be the first.
     """
     handle = optimizer.register_step_pre_hook(hook)
-    hooks: Any = optimizer._optimizer_step_pre_hooks
-    hooks.move_to_end(handle.id, last=False)
+    private(optimizer, "_optimizer_step_pre_hooks").move_to_end(handle.id, last=False)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Join the axes of a mesh into one, which its root then knows by `name`.
 
-    torch 2.9 to 2.13 have no public way to name joined axes.
+    torch has no public way to name joined axes.
     """
-    return mesh._flatten(name)
+    joined: DeviceMesh = private(mesh, "_flatten")(name)
+    return joined
 
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function once at the end of the backward pass that runs now.
 
-    torch 2.9 to 2.13 have no public hook for the end of a pass; DDP and FSDP use this one.
+    The function is public since torch 2.15.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    public = getattr(torch.autograd.graph, "queue_callback", None)
+    queue = public or private(torch.autograd.Variable, "_execution_engine").queue_callback
+    queue(callback)
 
 
 def set_context_rotation(method: str) -> None:
     """Choose how torch's context parallelism passes keys and values around: "allgather" or "alltoall".
 
-    torch 2.9 to 2.13 keep this option in a private module.
+    torch keeps this option in a private module.
     """
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-    set_rotate_method(method)
+    private("torch.distributed.tensor.experimental._attention", "set_rotate_method")(method)
 
 
 def flat_parameter_names(parameter: torch.nn.Parameter) -> tuple[str, ...]:
     """Return the names, below their module, of the parameters that FSDP 1 holds in one flat parameter.
 
-    torch 2.9 to 2.13 have no public way from a flat parameter to what is in it.
+    torch has no public way from a flat parameter to what is in it.
     """
-    return tuple(getattr(parameter, "_fqns", ()))
+    from torch.distributed.fsdp import FlatParameter
+
+    return tuple(private(parameter, "_fqns")) if isinstance(parameter, FlatParameter) else ()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The run of numbers that this rank has of a parameter.
+    """Consecutive elements of a parameter that this rank holds.
 
     Args:
-        held: The numbers of this rank, perhaps joined over several parameters.
-        offset: Where those of this parameter begin there.
-        begin: Where they begin in the whole parameter, counted through.
-        count: How many they are.
-        whole: How many the whole parameter has.
+        held: All elements that this rank holds, possibly of several parameters.
+        offset: Index of the first element of this parameter in `held`.
+        begin: Index of that element in the flattened parameter.
+        count: Number of elements.
+        whole: Number of elements of the unsharded parameter.
     """
 
     held: torch.Tensor
@@ -152,7 +186,7 @@ class Piece:
     whole: int
 
     def take(self, stretch: torch.Tensor, at: int) -> None:
-        """Copy what falls into this piece out of a stretch of the whole parameter that begins at `at`."""
+        """Copy the elements of this piece from a range of the flattened parameter that starts at `at`."""
         first, last = max(self.begin, at), min(self.begin + self.count, at + stretch.numel())
         if first < last:
             to = self.offset + first - self.begin
@@ -163,113 +197,157 @@ class Piece:
 def flat_shard(unit: torch.nn.Module) -> torch.Tensor | None:
     """Return what this rank holds of the parameters of one wrapper of FSDP 1, joined; None where it has none.
 
-    torch 2.9 to 2.13 have no public way to it.
+    torch has no public way to it.
     """
-    handle = getattr(unit, "_handle", None)
+    handle = private(unit, "_handle")
     return None if handle is None else handle.flat_param.data
 
 
 def flat_pieces(unit: torch.nn.Module) -> dict[str, Piece]:
     """Return this rank's piece of every parameter that one wrapper of FSDP 1 holds, by its name below the wrapper.
 
-    torch 2.9 to 2.13 have no public way to it without gathering the parameters.
+    torch has no public way to it without gathering the parameters.
     """
-    handle: Any = getattr(unit, "_handle", None)
+    handle = private(unit, "_handle")
     if handle is None:
         return {}
     flat = handle.flat_param
     held = flat.data
+    described = (private(flat, name) for name in ("_fqns", "_shard_param_infos", "_numels"))
     return {
         name: Piece(held, info.offset_in_shard or 0, info.intra_param_start_idx or 0, info.numel_in_shard or 0, whole)
-        for name, info, whole in zip(flat._fqns, flat._shard_param_infos, flat._numels, strict=True)
+        for name, info, whole in zip(*described, strict=True)
     }
 
 
 class HeldBackGradients(ABC):
-    """The gradients of one unit of FSDP that are whole, and wait on their rank for the exchange at the end of a window.
+    """Unsharded gradients of one FSDP unit, accumulated on this rank until the window ends and they are reduced.
 
-    torch 2.9 to 2.13 show them nowhere: a parameter has its gradient once it was exchanged.
+    torch has no public way to them: a parameter gets its gradient when it is reduced.
     """
 
     @abstractmethod
     def parameters(self) -> list[Any]:
-        """Return what stands for each parameter of the unit."""
+        """Return the key of each parameter of the unit."""
 
     @abstractmethod
     def read(self) -> dict[Any, torch.Tensor]:
-        """Return those that are there."""
+        """Return the accumulated gradients."""
 
     @abstractmethod
     def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
-        """Put gradients in place of those that are there; those that are not given are forgotten."""
+        """Replace the accumulated gradients; a parameter that is not in `gradients` gets none."""
 
 
 class _OfVersion2(HeldBackGradients):
-    """Of the parameters of version 2, by the identity of the parameter in the model."""
+    """Gradients of one unit of FSDP 2, by the identity of the parameter in the model.
+
+    Up to torch 2.14 FSDP accumulates gradients in `unsharded_accumulated_grad`. Since 2.15 autograd accumulates them in
+    the unsharded parameter, which does not exist before the first all-gather.
+    """
 
     def __init__(self, unit: Any) -> None:
-        state = unit._get_fsdp_state()
-        # Before torch 2.13 a unit has one group.
-        groups = getattr(state, "_fsdp_param_groups", None) or [group for group in [state._fsdp_param_group] if group]
-        self._parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        state = private(unit, "_get_fsdp_state")()
+        # Before torch 2.13 a unit has one group, or None.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        groups = [private(state, "_fsdp_param_group")] if groups is None else groups
+        self._parameters = [parameter for group in groups if group for parameter in private(group, "fsdp_params")]
 
     def parameters(self) -> list[Any]:
-        return [id(parameter.sharded_param) for parameter in self._parameters]
+        return [id(private(parameter, "sharded_param")) for parameter in self._parameters]
 
     def read(self) -> dict[Any, torch.Tensor]:
         found = {}
-        for parameter in self._parameters:
-            gradient = parameter.unsharded_accumulated_grad
+        for key, parameter in zip(self.parameters(), self._parameters, strict=True):
+            gradient = vars(parameter).get(_ACCUMULATED)
             if gradient is None:
-                gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+                gradient = getattr(_unsharded_parameter(parameter), "grad", None)
+            if _CREATE_UNSHARDED in vars(parameter):
+                gradient = vars(parameter)[_CREATE_UNSHARDED].gradient
             if gradient is not None:
-                found[id(parameter.sharded_param)] = gradient
+                found[key] = gradient
         return found
 
     def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
-        for parameter in self._parameters:
-            gradient = gradients.get(id(parameter.sharded_param))
-            # What is here is added to the gradient of the next pass, as if that pass had followed.
-            parameter.unsharded_accumulated_grad = (
-                None if gradient is None else gradient.to(parameter.device, copy=True)
-            )
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        for key, parameter in zip(self.parameters(), self._parameters, strict=True):
+            given = gradients.get(key)
+            gradient = None if given is None else given.to(private(parameter, "device"), copy=True)
+            vars(parameter).pop(_CREATE_UNSHARDED, None)
+            # The gradient of the next pass is added to this one, as if that pass had followed.
+            if _ACCUMULATED in vars(parameter):
+                setattr(parameter, _ACCUMULATED, gradient)
+                gradient = None
+            unsharded = _unsharded_parameter(parameter)
+            if unsharded is not None:
+                _set_gradient(unsharded, gradient)
+            elif gradient is not None:
+                vars(parameter)[_CREATE_UNSHARDED] = _PendingGradient(parameter, gradient)
+
+
+_ACCUMULATED = "unsharded_accumulated_grad"
+_CREATE_UNSHARDED = "init_unsharded_param"
+
+
+def _unsharded_parameter(parameter: Any) -> Any:
+    """Return the tensor that autograd uses as the parameter; None before the first all-gather."""
+    return private(parameter, "_unsharded_param") if private(parameter, "all_gather_outputs") else None
+
+
+def _set_gradient(unsharded: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    dtype = getattr(unsharded, "grad_dtype", None)
+    unsharded.grad = gradient if gradient is None or dtype is None else gradient.to(dtype)
+
+
+class _PendingGradient:
+    """Gradient to set once the unsharded parameter exists.
+
+    An instance replaces the method that creates this parameter until the method is called.
+    """
+
+    def __init__(self, parameter: Any, gradient: torch.Tensor) -> None:
+        self._parameter, self.gradient = parameter, gradient
+        self._create = private(parameter, _CREATE_UNSHARDED)
+
+    def __call__(self) -> None:
+        del vars(self._parameter)[_CREATE_UNSHARDED]
+        self._create()
+        _set_gradient(private(self._parameter, "_unsharded_param"), self.gradient)
 
 
 class _OfVersion1(HeldBackGradients):
-    """Of the parameters that one wrapper of version 1 joined, by their names below the wrapper."""
+    """Gradients of one wrapper of FSDP 1, by the names of the parameters below the wrapper."""
 
     def __init__(self, unit: torch.nn.Module) -> None:
-        self._handle: Any = unit._handle
+        self._handle: Any = private(unit, "_handle")
 
     def parameters(self) -> list[Any]:
-        return list(self._handle.flat_param._fqns) if self._handle is not None else []
+        return list(private(self._handle.flat_param, "_fqns")) if self._handle is not None else []
 
     def read(self) -> dict[Any, torch.Tensor]:
         flat = self._handle.flat_param if self._handle is not None else None
-        if flat is None or flat.grad is None or flat.grad.size() != flat._unpadded_unsharded_size:
+        if flat is None or flat.grad is None or flat.grad.size() != private(flat, "_unpadded_unsharded_size"):
             return {}
-        return dict(zip(flat._fqns, self._handle._get_unflat_views(flat.grad), strict=True))
+        return dict(zip(self.parameters(), private(self._handle, "_get_unflat_views")(flat.grad), strict=True))
 
     def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
         if self._handle is None:
             return
         flat = self._handle.flat_param
         flat.grad = None
-        own = [gradients.get(name) for name in flat._fqns]
+        own = [gradients.get(name) for name in self.parameters()]
         given = next((gradient for gradient in own if gradient is not None), None)
         if given is not None:
-            joined = torch.zeros(flat._unpadded_unsharded_size, dtype=given.dtype, device=self._handle.device)
-            for part, gradient in zip(self._handle._get_unflat_views(joined), own, strict=True):
+            size = private(flat, "_unpadded_unsharded_size")
+            joined = torch.zeros(size, dtype=given.dtype, device=self._handle.device)
+            for part, gradient in zip(private(self._handle, "_get_unflat_views")(joined), own, strict=True):
                 if gradient is not None:
                     part.copy_(gradient)
-            # A gradient is taken only by a parameter of its size, which this one has while it is whole.
+            # torch checks that a gradient has the size of its parameter, which is sharded now.
             held, flat.data = flat.data, torch.empty_like(joined)
             flat.grad = joined
             flat.data = held
-        if self._handle._use_orig_params:
-            self._handle._use_unsharded_grad_views()
+        if private(self._handle, "_use_orig_params"):
+            private(self._handle, "_use_unsharded_grad_views")()
 
 
 def held_back_gradients(model: torch.nn.Module) -> Iterator[tuple[str, HeldBackGradients]]:
@@ -286,27 +364,36 @@ def held_back_gradients(model: torch.nn.Module) -> Iterator[tuple[str, HeldBackG
 def is_flattened(parameter: torch.Tensor) -> bool:
     """Return whether FSDP 1 holds a parameter in shards, as a flat parameter or as a view into one.
 
-    torch 2.9 to 2.13 mark them with private attributes.
+    torch marks views with a private attribute.
     """
-    return bool(getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False))
+    from torch.distributed.fsdp import FlatParameter
+
+    is_view = private("torch.distributed.fsdp._common_utils", "_is_fsdp_flattened")
+    return isinstance(parameter, FlatParameter) or bool(is_view(parameter))
 
 
 def overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors in which unscaling noted whether a gradient of this process overflowed, one a device.
 
-    torch 2.9 to 2.13 give no public way to them; its own scaler for FSDP 1 reads the same place.
+    torch gives no public way to them; its own scaler for FSDP 1 reads the same place.
     """
-    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+    return list(private(scaler, "_per_optimizer_states")[id(optimizer)]["found_inf_per_device"].values())
 
 
 class PartwiseGradScaler(torch.amp.GradScaler):
     """Unscale the part of each gradient that this rank holds, where ranks tell each other of overflows.
 
-    torch 2.9 to 2.13 unscale gradients in lists, and refuse a list of split and whole ones.
+    torch unscales gradients in lists, and refuses a list of both DTensors and plain tensors.
     """
 
     agree_on_overflow = False
     """Take an overflow on one rank as one on all, where each rank holds a part of the gradients."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, and note overflows."""
+        if self.agree_on_overflow:
+            private(torch.amp.GradScaler, "_unscale_grads_")  # if torch did not call it, overflows would go unnoticed
+        super().unscale_(optimizer)
 
     def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
         held: Any = _HeldGradients(optimizer) if self.agree_on_overflow else optimizer
@@ -314,7 +401,7 @@ class PartwiseGradScaler(torch.amp.GradScaler):
 
 
 class _HeldGradients:
-    """What torch reads of an optimizer to unscale gradients, with the parts that this rank holds."""
+    """Optimizer interface that unscaling reads, with the local shards of the gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
@@ -329,19 +416,19 @@ def _holder_of(gradient: torch.Tensor) -> torch.Tensor:
     return holder
 
 
-# Not empty if somebody wants to see every parameter that a module gets: torch 2.9 to 2.13 have a public way to add such a
-# hook, and none to ask whether there is one.
-parameter_registration_hooks = module_internals._global_parameter_registration_hooks
+# Not empty if a program registered a hook that sees every new parameter of a module. torch has no public way to ask;
+# where this is missing, code that skips the hooks otherwise takes the way that calls them.
+parameter_registration_hooks: Any = getattr(module_internals, "_global_parameter_registration_hooks", True)
 
 
 @contextmanager
 def mode_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
     """Let a mode see the functions that a backward pass started inside of this block calls, such as checkpointed ones.
 
-    torch 2.9 to 2.13 hold a mode back in all that a call which it was asked about does, and the engine of backward
-    passes remembers that.
+    torch holds a mode back in all that a call which it was asked about does, and the engine of backward passes
+    remembers that.
     """
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run = private(torch.autograd, "_engine_run_backward")
 
     def run_with_mode(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -358,7 +445,7 @@ def mode_in_backward(mode: TorchFunctionMode) -> Iterator[None]:
 def traced_by_running() -> Iterator[None]:
     """Let torch's pipelines trace a model by running it, which takes more models than reading its code does.
 
-    torch 2.10 and later do so by themselves; torch 2.9 calls this function to read the code.
+    torch 2.10 and later do so; torch 2.9 calls this function to read the code.
     """
     if is_torch_version(">=", "2.10"):
         yield
@@ -381,25 +468,28 @@ def mend_first_messages(stage: PipelineStage) -> None:
 
     torch 2.9 sends 8 bytes where 4 are received, which gloo refuses; torch 2.10 and later do not.
     """
-    operations = stage._get_init_p2p_neighbors_ops
+    if is_torch_version(">=", "2.10"):
+        return
+    operations = private(stage, "_get_init_p2p_neighbors_ops")
 
     def of_one_length() -> list[dist.P2POp]:
-        found = operations()
+        found: list[dist.P2POp] = operations()
         for operation in found:
             operation.tensor = operation.tensor.float()
         return found
 
-    if is_torch_version("<", "2.10"):
-        vars(stage)["_get_init_p2p_neighbors_ops"] = of_one_length
+    vars(stage)["_get_init_p2p_neighbors_ops"] = of_one_length
 
 
 def gpipe_schedule(stage: PipelineStage, num_microbatches: int, **options: Any) -> ScheduleGPipe:
     """Return the schedule in which all parts of a batch go forward before the first one goes back.
 
-    torch 2.9 and 2.10 refuse fewer parts than stages; this schedule does not need so many.
+    torch 2.9 and 2.10 refuse fewer microbatches than stages, which this schedule can run.
     """
     from torch.distributed.pipelining import ScheduleGPipe
 
+    if is_torch_version(">=", "2.11"):
+        return ScheduleGPipe(stage, num_microbatches, **options)
     schedule = ScheduleGPipe(stage, max(num_microbatches, stage.num_stages), **options)
     schedule._n_microbatches = num_microbatches
     return schedule
@@ -408,10 +498,30 @@ def gpipe_schedule(stage: PipelineStage, num_microbatches: int, **options: Any) 
 def keeps_identity(tensor: torch.Tensor, device: torch.device) -> bool:
     """Return whether `Module.to` moves a parameter to a device in place; for tensors of another kind it makes a new one.
 
-    torch 2.9 to 2.13 let a parameter take over tensors of the CPU and of the devices in its own source, and give no
-    public way to ask.
+    This holds for tensors of the CPU and of the devices in torch itself; torch has no public way to ask.
     """
-    return bool(torch._has_compatible_shallow_copy_type(tensor, torch.empty(0, device=device)))
+    return bool(private(torch, "_has_compatible_shallow_copy_type")(tensor, torch.empty(0, device=device)))
+
+
+def pin_batch(batch: Any) -> Any:
+    """Copy the tensors of a batch to pinned memory, as a `DataLoader` does.
+
+    torch pins nested data in a private function only.
+    """
+    return private("torch.utils.data._utils.pin_memory", "pin_memory")(batch)
+
+
+def checkpoint_activations(block: torch.nn.Module, *, offload: bool) -> torch.nn.Module:
+    """Wrap a block so that its activations are computed again in the backward pass.
+
+    torch keeps the wrappers, which leave names in state dicts as they are, in a private module.
+
+    Args:
+        offload: Keep the inputs of the block on the CPU until then.
+    """
+    wrappers = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    wrapped: torch.nn.Module = private(wrappers, "checkpoint_wrapper")(block)
+    return private(wrappers, "offload_wrapper")(wrapped) if offload else wrapped
 
 
 def eager_only(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,6 +14,7 @@ from accelerate._base import errors
         (errors.WrongTypeError, TypeError),
         (errors.UsageError, RuntimeError),
         (errors.MissingPackageError, ImportError),
+        (errors.UnsupportedTorchError, RuntimeError),
         (errors.DistributedOperationException, RuntimeError),
     ],
 )
