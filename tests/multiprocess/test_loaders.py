@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
@@ -66,6 +67,21 @@ class Varied(IterableDataset):
             yield Pair(values, {"text": ["a" * number, "b", "c"], "number": number, "flag": torch.tensor(True)})
 
 
+class Unpicklable(IterableDataset):
+    """Ready batches, the last of which cannot be pickled: as a value, as a type or as a key."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __iter__(self) -> Iterator[dict[Any, Any]]:
+        class Local(UserDict):
+            pass
+
+        bad: dict[str, Any] = {"value": {"x": lambda: 0}, "type": Local(x=torch.ones(2)), "key": {Local: torch.ones(2)}}
+        for number in range(6):
+            yield {"n": torch.full((2,), number), "rest": bad[self.place] if number == 5 else None}
+
+
 def cpu() -> None:
     from accelerate.state import PartialState
 
@@ -117,6 +133,13 @@ def dispatch_job() -> dict[str, Any]:
         list(dispatched(DataLoader(Stream(20, broken=6), batch_size=1)))
     found["active after an error"] = GradientState().in_dataloader
 
+    for place in ("value", "type", "key"):
+        seen = []
+        with pytest.raises((AttributeError, pickle.PicklingError), match=r"lambda|Local") as caught:
+            for batch in dispatched(DataLoader(Unpicklable(place), batch_size=None)):
+                seen += batch["n"].tolist()
+        found[f"unpicklable {place}"] = (seen, caught.type, str(caught.value))
+
     left = dispatched(DataLoader(Stream(40), batch_size=2))
     found["left early"] = []
     for stop in (1, 3, 2):
@@ -154,6 +177,11 @@ def test_dispatcher_on_two_processes() -> None:
     assert second["varied"][1] == ((3, 4), ["aaa", "b", "c"], 3, True, 3)
     assert second["varied"][2] == ((2, 5), ["c", "aaaa"], 4, True, 1)
     assert (first["active after an error"], second["active after an error"]) == (False, False)
+    for place in ("value", "type", "key"):
+        seen, *error = first[f"unpicklable {place}"]
+        seen_by_second, *error_of_second = second[f"unpicklable {place}"]
+        assert (seen, seen_by_second) == ([0, 0, 2, 2], [1, 1, 3, 3])
+        assert error == error_of_second
     assert first["left early"] == [[0, 1], [0, 1], [4, 5], [8, 9], [0, 1], [4, 5]]
     assert second["left early"] == [[2, 3], [2, 3], [6, 7], [10, 11], [2, 3], [6, 7]]
     assert first["seek"] + second["seek"] == [[32, 33], [36, 37], [34, 35], [38, 39]]

@@ -63,6 +63,8 @@ def _align(size: int, alignment: int) -> int:
 class PackedBatch:
     """A batch taken apart: a comparable description, its tensors, and everything else pickled."""
 
+    pickled_structure: bytes = b""
+
     def __init__(self, batch: Any) -> None:
         self.tensors: list[Tensor] = []
         self._others: list[Any] = []
@@ -163,6 +165,27 @@ class SendingEnd(_ChannelEnd):
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self._receivers = {rank: _Receiver() for rank in range(1, world_size)}
+        self._last_structure: tuple[tuple[Any, ...], bytes] = ((), b"")
+
+    def pack(self, batch: Any) -> PackedBatch:
+        """Prepare a batch for `send`, which does not fail afterwards because of what the batch contains.
+
+        Raises:
+            Exception: If a value cannot be pickled; its type depends on the value.
+        """
+        try:
+            packed = PackedBatch(batch)
+            if packed.structure != self._last_structure[0]:
+                self._last_structure = (packed.structure, pickle.dumps(packed.structure))
+        except Exception as error:
+            # Notes came with python 3.11.
+            getattr(error, "add_note", id)(
+                "rank 0 pickles the batches of a dispatched loader to send them to the other processes. Return tensors and "
+                "plain values from the dataset and the collate function, or set dispatch_batches=False."
+            )
+            raise
+        packed.pickled_structure = self._last_structure[1]
+        return packed
 
     def flush(self) -> None:
         """Wait until everything is received."""
@@ -177,7 +200,7 @@ class SendingEnd(_ChannelEnd):
         structure = b""
         others = error if packed is None else packed.others
         if packed is not None and packed.structure != receiver.structure:
-            structure = pickle.dumps(packed.structure)
+            structure = packed.pickled_structure
             receiver.structure = packed.structure
         begin = _HEADER_BYTES + _align(len(structure) + len(others), _TEXT_ALIGNMENT)
         size = begin + (0 if packed is None else packed.tensor_bytes)

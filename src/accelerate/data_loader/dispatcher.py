@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -246,6 +246,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if source is not None:
                 step.consumed += max(source.observed.left_out - consumed, 0)
             step.state = None if saves is None else saves()
+            self._pack(step)
             yield step
 
     def _sampler_source(self) -> DataSource | None:
@@ -274,13 +275,18 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             for rank in ranks:
                 channel.send(rank, MessageHeader(channel.pass_number, kind), error=error)
             return
-        packed: dict[int, PackedBatch] = {}
         for rank in ranks:
             place = self._shard_of(rank)[0]
-            piece = step.pieces[place]
-            if id(piece) not in packed:
-                packed[id(piece)] = PackedBatch(piece)
-            channel.send(rank, self._header(step, place, is_last=is_last), packed[id(piece)])
+            channel.send(rank, self._header(step, place, is_last=is_last), step.packed[id(step.pieces[place])])
+
+    def _pack(self, step: DispatchStep) -> None:
+        """Pack the pieces of a step before any is sent: one that cannot be pickled is an error on all ranks."""
+        channel = self._channel
+        if isinstance(channel, SendingEnd):
+            for rank in range(1, current.runtime().world_size):
+                piece = step.pieces[self._shard_of(rank)[0]]
+                if id(piece) not in step.packed:
+                    step.packed[id(piece)] = channel.pack(piece)
 
     def __len__(self) -> int:
         per_step = self._batches_per_step
@@ -392,6 +398,7 @@ class DispatchStep:
     Args:
         consumed: Samples of the epoch that were handed out with this step and before.
         state: What the reader's loader or dataset saved behind it.
+        packed: The pieces of other processes, ready to be sent, by the id of the piece.
     """
 
     pieces: list[Any]
@@ -400,6 +407,7 @@ class DispatchStep:
     samples: int
     consumed: int = 0
     state: dict[str, Any] | None = None
+    packed: dict[int, PackedBatch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
