@@ -35,6 +35,7 @@ _SECONDS_TO_DIE = 5.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 _MOST_BYTES = 10_000
 """Of a claim or a pulse: what is longer was not written here."""
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _RUN = re.compile(r"[0-9a-f]{1,32}")
 
 
@@ -108,7 +109,8 @@ class Claims:
         self.files: set[Path] = set()
         self.shared: set[Path] = set()
         """Claims that another process of this run holds."""
-        self._pulses: dict[Path, int] = {}
+        self._pulses: dict[Path, tuple[int, int]] = {}
+        """The counter in each file, and the inode that this process created for it."""
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         # Not `atexit`: a process of multiprocessing ends without it.
@@ -118,10 +120,20 @@ class Claims:
         """Keep a claim that names this process."""
         self.files.add(file)
         pulse = self.holder.pulse_beside(file)
-        if pulse not in self._pulses or not pulse.exists():
-            self._pulses[pulse] = 0
-            with suppress(OSError):
-                pulse.write_text(_counter(0), encoding="utf-8")
+        if pulse not in self._pulses or not os.path.lexists(pulse):
+            try:
+                # Exclusively: others who may write here must not lead this process to another file of its user.
+                handle = os.open(pulse, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
+                with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                    self._pulses[pulse] = (0, os.fstat(handle).st_ino)
+                    stream.write(_counter(0))
+            except FileExistsError as error:
+                raise CheckpointError(
+                    f"{str(pulse)!r} already exists, and no other process creates this file. Remove it if you know who did, or "
+                    "save into another folder."
+                ) from error
+            except OSError as error:
+                _LOG.warning("The heartbeat of this process could not be written: %s", error)
         if self._thread is None:
             self._ending.clear()
             self._thread = threading.Thread(target=self._beat, name="accelerate-pulse", daemon=True)
@@ -150,11 +162,12 @@ class Claims:
 
     def _beat(self) -> None:
         while not self._ending.wait(_SECONDS_BETWEEN_PULSES):
-            for pulse, count in list(self._pulses.items()):
-                self._pulses[pulse] = count + 1
+            for pulse, (count, inode) in list(self._pulses.items()):
+                self._pulses[pulse] = (count + 1, inode)
                 # A file that is gone is not made again: whoever is removing the folder would find it not empty.
-                with suppress(OSError), pulse.open("r+", encoding="utf-8") as stream:
-                    stream.write(_counter(count + 1))
+                with suppress(OSError), os.fdopen(os.open(pulse, os.O_WRONLY | _NO_LINK), "w") as stream:
+                    if os.fstat(stream.fileno()).st_ino == inode:  # and not a link to another file
+                        stream.write(_counter(count + 1))
 
 
 def _counter(count: int) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,32 @@ def test_nobody_waits_for_a_process_that_is_known_to_have_ended(
     with caplog.at_level(logging.WARNING):
         claims.claim(tmp_path / "state")
     assert caplog.text == ""
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    pulse = claims._own().holder.pulse_beside(claims._file_of(tmp_path / "state"))
+    pulse.symlink_to(victim)
+    with pytest.raises(CheckpointError, match=re.escape(repr(str(pulse)))):
+        claims.claim(tmp_path / "state")
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_a_link_planted_later_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: Callable[[Path, Path], None]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr(claims, "_SECONDS_BETWEEN_PULSES", 0.01)
+    claims.claim(tmp_path / "state")
+    claims.claim(tmp_path / "another" / "state")
+    (pulse,), (other,) = tmp_path.glob(".accelerate-pulse-*"), (tmp_path / "another").glob(".accelerate-pulse-*")
+    pulse.unlink()
+    link(pulse, victim)
+    before = other.read_text()
+    assert claims._happens(lambda: other.read_text() > before, 60)  # beats follow one another in this order
+    later = other.read_text()
+    assert claims._happens(lambda: other.read_text() > later, 60)
+    assert victim.read_text() == "precious"
