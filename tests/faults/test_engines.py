@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.files import FolderWriter
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 pytestmark = pytest.mark.multiprocess
@@ -87,6 +89,10 @@ ENGINES: dict[str, tuple[Make, str | None]] = {
     "zero 3": (lambda project: make_deepspeed(3, project), "deepspeed"),
     "megatron": (make_megatron, "megatron"),
 }
+
+
+TOGETHER = ("fsdp1", "fsdp2", "megatron")
+"""Engines whose ranks wait for each other while they write."""
 
 
 def require_package_of(name: str) -> None:
@@ -197,6 +203,16 @@ class Faults:
         pairs = zip(own_weights(self.accelerator), kept_weights, strict=True)
         self.found["a load changes weights"] = not all(torch.equal(held, before) for held, before in pairs)
 
+    def failing_rank(self) -> None:
+        """One rank cannot read its shards of the model back, before all of them write those of the optimizer."""
+
+        def fail(*_: Any) -> None:
+            raise OSError("no answer")
+
+        is_victim = self.accelerator.process_index == 1
+        with patch.object(FolderWriter, "add_written", fail) if is_victim else nullcontext():
+            self.found["one rank"] = [self.refused_save(), self.refused_save(blocking=False)]
+
     def wrong_values(self, *, shapes: bool) -> None:
         """Load a learning rate and, if the engine leaves the optimizer's state to us, a shape that no step can use."""
         optimizer = self.accelerator._optimizers[0]
@@ -225,6 +241,8 @@ def suffer(name: str, disk: str, is_small: bool) -> dict[str, Any]:
         faults.full_disk()
         faults.read_only_disk()
     faults.vanishing_stage()
+    if name in TOGETHER:
+        faults.failing_rank()
     last = faults.save()
     faults.step()
     faults.damaged_files(last)
@@ -264,6 +282,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_and_changes_nothing(found
     assert found["a load changes weights"]
     first, last = found["names"]
     assert found["valid"] == {first: True, last: False}
+
+
+def test_a_rank_that_fails_between_two_parts_is_the_error_of_all(found: dict[str, Any]) -> None:
+    assert all("Rank 1: OSError: no answer" in text for text in found.get("one rank", ()))
 
 
 def test_values_that_no_step_can_use_are_refused_before_anything_changes(found: dict[str, Any]) -> None:

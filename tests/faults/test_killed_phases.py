@@ -124,6 +124,37 @@ def test_a_rank_is_killed(phase: str, blocking: bool, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".*"))
 
 
+def save_into(folder: str, killed_in: str | None) -> int:
+    """Load what is in a folder, train a step and save into the folder; rank 0 is killed where it would call a function."""
+    if killed_in is not None and os.environ["RANK"] == "0":
+        patch.object(manifest.atomic, killed_in, die).start()
+    accelerator = fresh_accelerator(cpu=True)
+    model = torch.nn.Linear(3, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    if any(not entry.name.startswith(f".{Path(folder).name}.partial-") for entry in Path(folder).iterdir()):
+        accelerator.load_state(folder)
+    loaded = accelerator.progress.step
+    accelerator.backward(model(torch.ones(2, 3)).square().mean())
+    optimizer.step()
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    return loaded
+
+
+def test_a_rank_is_killed_while_it_saves_into_a_folder_that_exists(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o700)
+    before = folder.stat()
+    # Before the new files are decided to be the checkpoint, and before they are moved into place.
+    for killed_in in ("swap_folder", "move_files", "swap_folder", "move_files"):
+        with pytest.raises(ProcessFailedError, match="SIGKILL"):
+            notebook_launcher(save_into, (str(folder), killed_in), num_processes=2)
+    assert run_group(save_into, 2, str(folder), None) == [2, 2]
+    assert run_group(save_into, 1, str(folder), None) == [3]
+    assert (folder.stat().st_ino, folder.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert not list(tmp_path.rglob(".*"))
+
+
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,9 @@ def test_a_run_that_is_killed_in_its_saves_ends_as_if_it_had_not_been(seed: int,
     plan = Plan.of(seed)
     (folder / "killed").mkdir()
     (folder / "whole").mkdir()
+    if (target := plan.source(folder / "killed")) is not None:
+        target.mkdir(mode=0o700)  # a folder that exists stays, from the first save on
+        inode = target.stat().st_ino
     killer = CountingKiller(plan, folder / "killed")
     outcomes = killer.execute()
     # A kill may come too late for a run that is through, but not each time.
@@ -61,6 +64,8 @@ def test_a_run_that_is_killed_in_its_saves_ends_as_if_it_had_not_been(seed: int,
             for name, weight in whole.weights.items():
                 assert torch.equal(outcome.weights[name], weight), f"{name}\n{report}"
         assert_same_weights(outcome.weights, whole.weights)
+    if target is not None:
+        assert (target.stat().st_ino, target.stat().st_mode & 0o777) == (inode, 0o700)
     left = catalog(folder / "killed")
     assert [info.is_valid for info in left] == [True]
     # Each save removes what killed ones have left behind.

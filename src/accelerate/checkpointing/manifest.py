@@ -7,6 +7,7 @@ import math
 import platform
 import re
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Iterable, Mapping
@@ -178,10 +179,14 @@ def publish(stage: Path, target: Path, manifest: Manifest) -> None:
 
     A stage inside the target replaces the checkpoint in it: giving it the name of what is decided is the one step that
     counts; moving its files into place can be done again from any point by whoever comes next. Files that are no part of
-    a checkpoint are never touched.
+    a checkpoint are never touched. Files are not open to more users than the target is.
     """
     path = stage / MANIFEST
     path.write_text(json.dumps(manifest.to_json(), indent=2) + "\n", encoding="utf-8")
+    if stage.parent == target:
+        allowed = stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU
+        for file in stage.rglob("*"):
+            file.chmod(stat.S_IMODE(file.stat().st_mode) & allowed)
     atomic.sync(path)
     for folder in {stage, *((stage / record.name).parent for record in manifest.files)}:
         atomic.sync(folder)
@@ -191,6 +196,18 @@ def publish(stage: Path, target: Path, manifest: Manifest) -> None:
     finish_publish(target)
     atomic.swap_folder(stage, target / _PENDING)
     finish_publish(target)
+
+
+def describe_failure(target: Path, manifest: Manifest) -> str:
+    """Return what a `publish` that raised an error left in the target."""
+    for folder, text in (
+        (target, "The new checkpoint is in place, but may be lost if the machine crashes now."),
+        (target / _PENDING, "Its files are complete: the next save or load moves them into place."),
+    ):
+        with suppress(CheckpointError):
+            if Manifest.read(folder) == manifest:
+                return text
+    return "Earlier checkpoints are untouched."
 
 
 def is_pending(folder: Path) -> bool:

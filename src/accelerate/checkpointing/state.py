@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.catalog import newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, PendingSave, WorkerThread
-from accelerate.checkpointing.manifest import Facts, Manifest, finish_publish, moment_in, publish
+from accelerate.checkpointing.manifest import Facts, Manifest, describe_failure, finish_publish, moment_in, publish
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
 from accelerate.checkpointing.run_parts import check_custom_count
 from accelerate.checkpointing.snapshot import Snapshot
@@ -99,8 +99,7 @@ class RankGroup:
             CheckpointError: The same on every rank, if any rank has failed.
         """
         error = value if isinstance(value, Exception) else None
-        name = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        own = (self.leader, value, None) if error is None else (self.leader, None, f"{name}{error}")
+        own = (self.leader, value, None) if error is None else (self.leader, None, named(error))
         answers: list[tuple[int, Any, str | None]] = self.communicator.gather_object(own)
         failures = [f"Rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(answers) if failure is not None]
         if failures:
@@ -281,6 +280,11 @@ class Checkpointer:
                 broken[path] = error.problem
 
 
+def named(error: Exception) -> str:
+    """Return the text of an error, with its type unless it is one of ours."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
 def _new_process_group() -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     return group
@@ -355,7 +359,7 @@ class StagedSave:
             published = self._publish([record for records in written for record in records]) if group.leads else None
             if group.leads and published is None and self.keep:
                 self._rotate(self.keep)
-            group.agree(published, target, "published; earlier ones are untouched")
+            group.agree(published, target, "published")
         except BaseException:
             self.discard()
             raise
@@ -364,19 +368,31 @@ class StagedSave:
         self.folder.close()
 
     def _write(self) -> list[FileRecord] | Exception:
-        """Write the files of this rank, and return their records once they are on the disk."""
+        """Write the files of this rank, and return their records once they are on the disk.
+
+        Raises:
+            CheckpointError: The same on all ranks, if one failed before they were to write a part together.
+        """
         stage = self.folder.path
+        failure: Exception | None = None
+        if not stage.is_dir():
+            failure = CheckpointError(
+                f"{str(stage)!r}, created by the leading rank, is not visible here: it was removed, or the machines have no "
+                "common disk at this place. Keep it, save to a shared folder, or use "
+                "ProjectConfiguration(save_on_each_node=True)."
+            )
+        for part, payload in self.snapshot:
+            if getattr(part, "is_written_together", False):
+                # A rank that has failed would not join the collectives, and the others would wait for it or abort.
+                self.group.agree(failure, self.target, _NOT_SAVED)
+            try:
+                if failure is None:
+                    part.write(payload, self.folder)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+                failure = error
         try:
-            if not stage.is_dir():
-                raise CheckpointError(
-                    f"{str(stage)!r}, made by the leading rank, is not to be seen here: it was removed, or the machines "
-                    "have no common disk at this place. Keep it, save to a shared folder, or use "
-                    "ProjectConfiguration(save_on_each_node=True)."
-                )
-            for part, payload in self.snapshot:
-                part.write(payload, self.folder)
-            return self.folder.finish()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            return self.folder.finish() if failure is None else failure
+        except Exception as error:  # noqa: BLE001 - the same
             return error
 
     def _publish(self, records: list[FileRecord]) -> Exception | None:
@@ -398,9 +414,14 @@ class StagedSave:
                     "other programs from this folder while a checkpoint is saved."
                 )
             claims.check(self.claimed or self.target)
-            publish(stage, self.target, manifest)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             return error
+        try:
+            publish(stage, self.target, manifest)
+        except Exception as error:  # noqa: BLE001 - the same
+            failure = CheckpointError(f"{named(error)}. {describe_failure(self.target, manifest)}")
+            failure.__cause__ = error
+            return failure
         return None
 
     def _rotate(self, keep: int) -> None:
@@ -449,9 +470,8 @@ def _restore(part: Part, payload: Any, source: Path) -> None:
     try:
         part.restore(payload)
     except Exception as error:
-        name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         raise CheckpointError(
-            f"{part.name[:1].upper()}{part.name[1:]} did not take over what {str(source)!r} holds of it ({name}{error}). The run "
+            f"{part.name[:1].upper()}{part.name[1:]} did not take over what {str(source)!r} holds of it ({named(error)}). The run "
             "is half restored: start the program again, with the objects as they were when it was saved, or with another "
             "checkpoint."
         ) from error

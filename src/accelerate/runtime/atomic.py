@@ -193,7 +193,9 @@ def partial_name(target: str = "", mark: str = PARTIAL) -> str:
 
 
 def make_stage(target: Path, claimed: Path | None = None) -> Path:
-    """Make a folder for what will be the target, on its disk: inside it if something in it has to stay, else beside it.
+    """Make a folder for what will be the target, on its disk: inside the target if that exists, else next to it.
+
+    A target that exists keeps its inode, owner and mode: it may be private, or the working directory of a process.
 
     Args:
         claimed: A folder in which nobody but this run writes: what others have left in it, or for it, is abandoned.
@@ -203,7 +205,7 @@ def make_stage(target: Path, claimed: Path | None = None) -> Path:
     """
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{str(target)!r} is a file, and a checkpoint is a folder. Give another path.")
-    parent = target if target.is_dir() and any(target.iterdir()) else target.parent
+    parent = target if target.is_dir() else target.parent
     parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(parent, own_folders=True, claimed=claimed)
     stage = parent / partial_name(target.name)
@@ -225,7 +227,7 @@ def _stages() -> set[Path]:
 
 
 def swap_folder(stage: Path, target: Path) -> None:
-    """Give a synced folder the name of the target, which is not there or empty."""
+    """Give a synced folder the name of the target, which does not exist."""
     stage.rename(target)
     sync(target.parent)
 

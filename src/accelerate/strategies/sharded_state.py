@@ -291,12 +291,15 @@ class ShardedPart(ABC):
     """A state that all ranks hold together.
 
     In shards it is written by torch's distributed checkpoint, over a group of its own where training goes on
-    meanwhile. Its ranks talk while they write, so these parts come first in a checkpoint: all ranks get to them.
+    meanwhile.
 
     Args:
         key: The name of the state inside a folder of shards.
         stem: The name of its file, or of its folder with the index.
         full: Write one file with the full state, instead of shards.
+
+    Attributes:
+        is_written_together: Ranks wait for each other inside `write`.
     """
 
     everywhere = True
@@ -306,6 +309,7 @@ class ShardedPart(ABC):
         self.key = key
         self.index = index
         self.full = full
+        self.is_written_together = not full
         self.folder_name = f"{stem}_{index}"
         self.file_name = indexed(stem, index, ".bin")
 

@@ -442,6 +442,33 @@ class TestLoading:
         assert model[1].weight is model[0].weight
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_existing_folder_stays_the_same_and_as_private_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
+) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    folder.chmod(0o2700)
+    before = folder.stat()
+    monkeypatch.chdir(folder)
+    accelerator = make()
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    for _ in range(2):
+        accelerator.save_state(folder, blocking=blocking)
+        accelerator.wait_for_save()
+    after = folder.stat()
+    assert (after.st_ino, after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_ino,
+        before.st_mode,
+        before.st_uid,
+        before.st_gid,
+    )
+    files = list(Path().iterdir())
+    assert Path("manifest.json") in files
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    accelerator.load_state(folder)
+
+
 def optimizer_with(state: dict[int, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1}]}
 
