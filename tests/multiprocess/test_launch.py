@@ -132,6 +132,21 @@ def test_a_run_on_one_machine_listens_on_the_loopback_address_only(tmp_path: Pat
     assert [entry["launcher"] for entry in found].count(False) >= 2
 
 
+def test_a_process_that_leaves_the_others_early_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import sys, torch\nfrom accelerate import Accelerator\n"
+        "accelerator = Accelerator(cpu=True)\naccelerator.wait_for_everyone()\n"
+        "if accelerator.process_index == 1:\n    sys.exit(0)\naccelerator.reduce(torch.ones(1))\n"
+    )
+    done = launch("--num_processes", "2", str(script))
+    assert done.returncode == 1, done.stderr
+    summary = done.stderr.rpartition("-" * 100)[2]
+    assert "rank 1 of 2" in summary
+    assert f"sys.exit(0) at {script}:6" in summary
+    assert "another machine" not in summary
+
+
 def test_accumulation_without_deepspeed_is_left_to_the_script(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text("from accelerate import Accelerator\nprint(Accelerator().gradient_accumulation_steps)\n")

@@ -44,7 +44,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import first_line
 from accelerate.config import env
 from accelerate.devices.machine import listen_on_loopback
-from accelerate.launch.failure import Failure, OutOfMemoryKills, exit_code_of, first_failure, read_record, report
+from accelerate.launch.failure import Failure, OutOfMemoryKills, exit_code_of, read_end, read_record, report
 from accelerate.launch.host import LOOPBACK
 from accelerate.launch.plan import OWN_STORES, ElasticOptions
 from accelerate.launch.processes import GracefulWorkers, Shutdown
@@ -181,7 +181,7 @@ def run_command(
             run_agent(launch_config(options, folder), argv[0], argv[1:], workers=workers, started=agents.append)
     except ChildFailedError as error:
         logs = Path(options.log_dir or folder)
-        failures = [_failure(rank, failure, logs) for rank, failure in error.failures.items()]
+        failures = _failures(error.failures, logs, options.nproc_per_node)
     except (SignalException, KeyboardInterrupt):
         return shutdown.exit_code or 128 + signal.SIGINT
     else:
@@ -192,7 +192,7 @@ def run_command(
     sys.stdout.flush()
     world_size = agents[0].world_size or options.nproc_per_node * options.num_nodes
     sys.stderr.write(report(failures, world_size, memory, quiet=quiet))
-    return exit_code_of(first_failure(failures))
+    return exit_code_of(failures)
 
 
 def _with_place_and_name(options: ElasticOptions) -> ElasticOptions:
@@ -381,10 +381,21 @@ def _attempt(records: Path) -> tuple[float, int]:
     return records.parents[1].stat().st_mtime, int(records.parent.name.rpartition("_")[2])
 
 
-def _failure(rank: int, failure: Any, logs: Path) -> Failure:
-    # The agent names a record only where there is one, and a process that was killed leaves its stack alone.
-    folders = sorted(logs.glob(f"*/attempt_*/{failure.local_rank}"), key=_attempt)
-    moment, text = read_record(folders[-1] / "error.json") if folders else (None, "")
-    # The agent keeps whole seconds of the time at which it saw the end.
-    noticed = min(float(failure.timestamp) + 1.0, time.time())
-    return Failure(rank, failure.local_rank, failure.pid, failure.exitcode, moment or noticed, text)
+def _failures(known: dict[int, Any], logs: Path, local_world_size: int) -> list[Failure]:
+    """Return the failures that the agent names, and the ends of the workers of this machine that did not fail."""
+    found = []
+    first_rank = next(rank - failure.local_rank for rank, failure in known.items())
+    for local_rank in range(local_world_size):
+        rank = first_rank + local_rank
+        # The agent names a record only where there is one, and a process that was killed leaves its stack alone.
+        folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=_attempt)
+        if rank not in known:
+            end = read_end(folders[-1], rank, local_rank) if folders else None
+            found += [end] if end is not None else []
+            continue
+        failure = known[rank]
+        moment, text = read_record(folders[-1] / "error.json") if folders else (None, "")
+        # The agent keeps whole seconds of the time at which it saw the end.
+        noticed = min(float(failure.timestamp) + 1.0, time.time())
+        found.append(Failure(rank, local_rank, failure.pid, failure.exitcode, moment or noticed, text))
+    return found

@@ -99,25 +99,43 @@ def read_process(path: Path) -> dict[str, int]:
 
 
 def read_failures(folder: Path) -> tuple[list[Failure], int]:
-    """Return the failures that processes left in their folders, named by rank, and the number of processes of the run."""
+    """Return the failures that processes left in their folders, named by rank, and the number of processes of the run.
+
+    Beside failures there are the ends of processes that did not fail.
+    """
     places = [entry for entry in folder.iterdir() if entry.name.isdecimal()] if folder.is_dir() else []
     failures, world_size = [], len(places)
     for place in places:
         file, ended, record = (place / name for name in (PROCESS_FILE, EXIT_CODE_FILE, "error.json"))
         facts = read_process(file)
         world_size = max(world_size, facts.get("world_size", 0))
+        rank = int(place.name)
+        local_rank, pid = facts.get("local_rank", rank), facts.get("pid", 0)
         if not ended.exists() and not record.exists():
+            end = read_end(place, rank, local_rank)
+            failures += [end] if end is not None else []
             continue
         moment, text = read_record(record)
-        rank, code = int(place.name), int(ended.read_text()) if ended.exists() else 1
-        local_rank, pid = facts.get("local_rank", rank), facts.get("pid", 0)
+        code = int(ended.read_text()) if ended.exists() else 1
         failures.append(Failure(rank, local_rank, pid, code, moment or time.time(), text))
-    return failures, world_size
+    return (failures if any(failure.exit_code for failure in failures) else []), world_size
+
+
+def read_end(folder: Path, rank: int, local_rank: int) -> Failure | None:
+    """Return how a worker ended that did not fail, from the file it left; None where there is none."""
+    try:
+        end = json.loads((folder / "end.json").read_text())
+        return Failure(rank, local_rank, int(end["pid"]), 0, float(end["time"]), str(end["text"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that the others follow from."""
-    causes = [failure for failure in failures if not failure.is_echo] or list(failures)
+    """Return the failure that the others follow from: where all have only lost a peer, the end of that peer."""
+    failed = [failure for failure in failures if failure.exit_code != 0]
+    latest = max(failure.time for failure in failed)
+    ended = [failure for failure in failures if failure.exit_code == 0 and failure.time < latest]
+    causes = [failure for failure in failed if not failure.is_echo] or ended or failed
     earliest = min(failure.time for failure in causes)
     killed = [
         failure
@@ -130,9 +148,10 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 def report(failures: Sequence[Failure], world_size: int, memory: OutOfMemoryKills, *, quiet: bool = False) -> str:
     """Write the last lines of a run that failed: who, where, how, and the traceback."""
     root = first_failure(failures)
-    who = f"rank {root.rank} of {world_size} failed on {socket.gethostname()}"
+    how = "failed" if root.exit_code else "ended before the others"
+    who = f"rank {root.rank} of {world_size} {how} on {socket.gethostname()}"
     lines = ["", "-" * 100, f"{who} (local rank {root.local_rank}, process {root.pid}): {_how(root, memory)}"]
-    others = sorted(failure.rank for failure in failures if failure is not root)
+    others = sorted(failure.rank for failure in failures if failure is not root and failure.exit_code)
     if others:
         lines.append(f"ended after it: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}")
     if root.is_echo:
@@ -142,8 +161,9 @@ def report(failures: Sequence[Failure], world_size: int, memory: OutOfMemoryKill
     return "\n".join(lines) + "\n"
 
 
-def exit_code_of(failure: Failure) -> int:
-    """Return the exit code of the launcher for a worker's failure."""
+def exit_code_of(failures: Sequence[Failure]) -> int:
+    """Return the exit code of the launcher for the failures of its workers."""
+    failure = first_failure([failure for failure in failures if failure.exit_code])
     return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
 
 

@@ -48,10 +48,13 @@ def run_recorded(function: Callable[[], object], record: Path | None) -> None:
         faulthandler.enable(file=record.with_name("fault.txt").open("w"))
     try:
         function()
+        _write_end(record, "It reached the end of the script.")
     except SystemExit as error:
         if _stops_for_now(error.code):
             sys.exit(0)
-        if error.code not in (None, 0):
+        if error.code in (None, 0):
+            _write_end(record, _exit_call(error))
+        else:
             _write_record(record, error, _exit_call(error))
         raise
     except BaseException as error:  # noqa: BLE001 - it is reported as the interpreter does, then the process ends
@@ -283,6 +286,19 @@ def _write_record(path: Path | None, error: BaseException, text: str) -> None:
         path.write_text(json.dumps({"message": message}))
     except OSError as problem:
         sys.stderr.write(f"The failure could not be recorded in {path}: {problem}\n")
+
+
+def _write_end(path: Path | None, text: str) -> None:
+    """Record an end without a failure: the others fail after it where they still wait for this process."""
+    if path is None:
+        return
+    import json
+    import time
+
+    try:
+        path.with_name("end.json").write_text(json.dumps({"time": time.time(), "pid": os.getpid(), "text": text}))
+    except OSError:
+        return  # it only explains the failure of another process
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from accelerate.launch.failure import (
     EXIT_CODE_FILE,
     PROCESS_FILE,
     exit_code_of,
-    first_failure,
     read_failures,
     read_process,
 )
@@ -70,7 +69,7 @@ def run_on_all_devices(function: Callable[[int], object], folder: Path, *, start
     failures, _ = read_failures(folder)
     if not failures:
         raise BrokenProcessPool("A process of torch_xla ended before it began, and left no record of why.")
-    return exit_code_of(first_failure(failures))
+    return exit_code_of(failures)
 
 
 class RecordedFunction:

@@ -39,6 +39,9 @@ def failure(rank: int, time: float, code: int = 1, text: str = "ValueError: x") 
         # Communication libraries abort when a peer is gone.
         ([failure(0, 10.3), failure(1, 10.9, -signal.SIGABRT, "")], 0),
         ([failure(0, 10.0, -signal.SIGTERM, "")], 0),
+        # The others lose a peer that was done before them; one that was done is not to blame for another's error.
+        ([failure(0, 10.3, text="RuntimeError: Connection closed by peer"), failure(1, 10.0, 0, "sys.exit(0)")], 1),
+        ([failure(0, 10.3), failure(1, 10.0, 0, "sys.exit(0)")], 0),
     ],
 )
 def test_the_failure_that_the_others_follow_from(failures: list[Failure], expected: int) -> None:
@@ -102,8 +105,9 @@ def test_records(tmp_path: Path) -> None:
 
 
 def test_exit_codes() -> None:
-    assert exit_code_of(failure(0, 1.0, 7)) == 7
-    assert exit_code_of(failure(0, 1.0, -9)) == 137
+    assert exit_code_of([failure(0, 1.0, 0, ""), failure(1, 2.0, 3, "broken pipe")]) == 3
+    assert exit_code_of([failure(0, 1.0, 7)]) == 7
+    assert exit_code_of([failure(0, 1.0, -9)]) == 137
 
 
 def test_ways_to_end_without_a_text() -> None:
@@ -113,7 +117,7 @@ def test_ways_to_end_without_a_text() -> None:
     # Python has no name for most real-time signals.
     told = report([failure(0, 1.0, -40, "")], 1, NOTHING)
     assert "signal 40" in told
-    assert exit_code_of(failure(0, 1.0, -40, "")) == 168
+    assert exit_code_of([failure(0, 1.0, -40, "")]) == 168
 
 
 def test_a_kill_that_only_the_machine_counted(monkeypatch: pytest.MonkeyPatch) -> None:
