@@ -12,6 +12,7 @@ import math
 import mmap
 import re
 import struct
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -277,14 +278,18 @@ def check_torch_file(file: Path | IO[bytes]) -> bool:
 
 @contextmanager
 def sparse_checked(map_location: object = None) -> Iterator[None]:
-    """Let torch look at the indices of sparse tensors that it reads, which it does not do by itself.
+    """Make torch validate the indices of sparse tensors that it loads.
+
+    torch 2.15 does so for every `weights_only=True`, and warns that it takes time.
 
     Args:
-        map_location: Where they are read to; on "meta" there are no indices.
+        map_location: Device to load to; on "meta" there are no indices.
     """
     import torch
 
-    with nullcontext() if str(map_location) == "meta" else torch.sparse.check_sparse_tensor_invariants():
+    checked = nullcontext() if str(map_location) == "meta" else torch.sparse.check_sparse_tensor_invariants()
+    with checked, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
         yield
 
 

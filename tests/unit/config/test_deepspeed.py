@@ -560,7 +560,7 @@ def test_options_that_cannot_work_end_the_launch() -> None:
     ("text", "message"),
     [
         ('{"a": ' * 200 + "1" + "}" * 200, "it is no JSON: it is nested too deeply"),
-        ('{"a": ' * 5000, "it is no JSON: it is nested too deeply"),
+        ('{"a": ' * 100_000, "it is no JSON: it is nested too deeply"),
         ('{"train_batch_size": ' + "9" * 5000 + "}", "it is no JSON: a number in it has too many digits"),
         ('{"a": "' + "x" * 1_000_000 + '"}', "it has more than 1000000 characters"),
     ],
