@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from tests.support.resuming import (
     train,
 )
 from tests.support.training import assert_same_weights, fresh_accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
@@ -111,6 +113,7 @@ class Variant:
     accelerator: dict[str, Any] = field(default_factory=dict)
     saving: dict[str, Any] = field(default_factory=dict)
     workers: int = 0
+    keeps_workers: bool = False
     counts_items: bool = False
 
 
@@ -118,6 +121,14 @@ VARIANTS = [
     Variant("plain"),
     Variant("seeded order", {"dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True)}),
     Variant("workers", workers=2),
+    Variant("persistent workers", workers=2, keeps_workers=True),
+    Variant("torchdata", {"dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=True)}),
+    Variant(
+        "torchdata, persistent workers",
+        {"dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=True)},
+        workers=2,
+        keeps_workers=True,
+    ),
     Variant("open windows", {"gradient_accumulation_steps": 4}),
     Variant("open windows of items", {"gradient_accumulation_steps": 4}, counts_items=True),
     Variant("global batch size", {"global_batch_size": 10}),
@@ -146,7 +157,13 @@ class Program:
         model = torch.nn.Sequential(torch.nn.Linear(1, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
-        loader = DataLoader(Numbers(), batch_size=7, shuffle=True, num_workers=variant.workers)
+        loader = DataLoader(
+            Numbers(),
+            batch_size=7,
+            shuffle=True,
+            num_workers=variant.workers,
+            persistent_workers=variant.keeps_workers,
+        )
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
         )
@@ -205,6 +222,7 @@ def whole_run(variant_name: str) -> Result:
     return result
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("stops_after", [1, BATCHES - 1, BATCHES, BATCHES + 3])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_one_process_ends_bit_for_bit_like_the_run_never_stopped(
@@ -376,3 +394,88 @@ def test_a_run_without_training_goes_on_inside_its_evaluation(tmp_path: Path) ->
     accelerator, _, _, _, held_out = prepare_numbers()
     accelerator.load_state(tmp_path / "saved")
     assert torch.cat(list(held_out))[:, 0].tolist() == list(range(15, SAMPLES))
+
+
+# --- saved between two epochs ----------------------------------------------------------------------------------------
+
+
+class Words(IterableDataset):
+    """Numbers that workers divide among themselves."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(start, SAMPLES, step))
+
+
+class CountedPasses(Words):
+    """A dataset that counts how often it was read, and saves that."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return (number + 100 * self.passes for number in super().__iter__())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
+BETWEEN: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "in order": (lambda: {"dataset": range(SAMPLES)}, {}),
+    "shuffled": (lambda: {"dataset": range(SAMPLES), "shuffle": True}, {}),
+    "generator": (
+        lambda: {"dataset": range(SAMPLES), "shuffle": True, "generator": torch.Generator().manual_seed(2)},
+        {},
+    ),
+    "seeded": (lambda: {"dataset": range(SAMPLES), "shuffle": True}, {"use_seedable_sampler": True, "data_seed": 5}),
+    "dispatched": (lambda: {"dataset": range(SAMPLES), "shuffle": True}, {"dispatch_batches": True}),
+    "stream": (lambda: {"dataset": Words()}, {"dispatch_batches": False}),
+    "dispatched stream": (lambda: {"dataset": Words()}, {"dispatch_batches": True}),
+    "stateful stream": (lambda: {"dataset": CountedPasses()}, {"dispatch_batches": True}),
+}
+
+
+def epochs_after_each_save(folder: str) -> dict[str, Any]:
+    """Return which epochs differ from those of the run that never stopped, by how it is read and where it was saved."""
+    found: dict[str, Any] = {}
+    persistent = {"num_workers": 2, "persistent_workers": True}
+    for (kind, (data, config)), stateful, reading in product(BETWEEN.items(), (False, True), ({}, persistent)):
+        if (not stateful and not reading) or (kind == "stateful stream" and reading):
+            continue
+        name = f"{kind}, {stateful}, {len(reading)}"
+
+        def start(
+            data: Any = data, config: Any = config, stateful: bool = stateful, reading: Any = reading
+        ) -> tuple[Accelerator, Any]:
+            options = DataLoaderConfiguration(use_stateful_dataloader=stateful, **config)
+            accelerator = fresh_accelerator(dataloader_config=options)
+            set_seed(7, device_specific=True)
+            return accelerator, accelerator.prepare(DataLoader(**data(), batch_size=6, **reading))
+
+        def epoch(loader: Any) -> tuple[list[list[int]], float, float]:
+            batches = [batch.tolist() for batch in loader if torch.rand(()) < 2 and random.random() < 2]
+            return batches, torch.rand(()).item(), random.random()
+
+        accelerator, loader = start()
+        whole = []
+        for number in range(3):
+            accelerator.save_state(f"{folder}/{name}/{number}")
+            whole.append(epoch(loader))
+        for number in range(3):
+            accelerator, loader = start()
+            accelerator.load_state(f"{folder}/{name}/{number}")
+            for later in range(number, 3):
+                if epoch(loader) != whole[later]:
+                    found.setdefault(name, []).append((number, later))
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("count", [1, 2])
+def test_epochs_after_a_save_between_two_are_those_of_the_run_never_stopped(tmp_path: Path, count: int) -> None:
+    assert run_group(epochs_after_each_save, count, str(tmp_path)) == [{}] * count

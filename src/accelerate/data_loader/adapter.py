@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate._base.errors import ConfigurationError
@@ -59,6 +60,18 @@ def as_stateful(loader: Any) -> Any:
     for name in ("batch_sampler", "sampler", "batch_size", "drop_last"):
         stateful.__dict__[name] = loader.__dict__[name]
     return stateful
+
+
+def _iterate_with_spare_seed(loader: Any) -> Iterator[Any]:
+    """Start the workers of a loader with a seed that leaves no trace in the generator it would be drawn from."""
+    own = loader.generator
+    spare = torch.Generator()
+    spare.set_state((torch.default_generator if own is None else own).get_state())
+    loader.generator = spare
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = own
 
 
 class DataLoaderStateMixin:
@@ -160,6 +173,8 @@ class DataLoaderAdapter:
         self._misstates_length = False
         # The number that samplers were told last; they begin with 0.
         self._told_epoch = 0
+        # Whether worker processes that live as long as the loader have got their seed.
+        self._has_drawn_seed = False
         # The generators of loader and samplers, looked up at each pass, because users exchange them.
         self._generators: dict[str, RandomStream] | None = None
 
@@ -317,11 +332,35 @@ class DataLoaderAdapter:
         progress.torchdata_counts = point.start == 0 and not is_resumed_again and not skips
 
     def _start_reading(self, loader: Any) -> Iterator[Any]:
-        """Begin to read; the rest of a pass draws no seed for its workers, because its beginning has done so."""
-        if not self._continues_epoch:
-            return iter(loader)
-        with RandomStreams(self.base_dataloader, ("torch",)).borrowed():
-            return iter(loader)
+        """Begin to read, and draw the seed of worker processes only where the run that never stopped draws one."""
+        base, has_drawn_seed = self.base_dataloader, self._has_drawn_seed
+        self._has_drawn_seed = bool(getattr(base, "persistent_workers", False))
+        if self._continues_epoch:
+            with RandomStreams(base, ("torch",)).borrowed():
+                return iter(loader)
+        if getattr(base, "next_iter_state", None) is not None:
+            self._begin_torchdata_epoch()
+        if has_drawn_seed and getattr(loader, "_iterator", None) is None:
+            return _iterate_with_spare_seed(loader)
+        return iter(loader)
+
+    def _begin_torchdata_epoch(self) -> None:
+        """Restore what the end of the last epoch left in datasets; nothing else matters to the next.
+
+        Torchdata (0.11) would restore the finished iterator, which reads and draws again what an epoch ago was read and
+        drawn, and then make another one.
+        """
+        base = self.base_dataloader
+        if hasattr(base.dataset, "load_state_dict"):
+            if base.persistent_workers:
+                with RandomStreams(base).borrowed():
+                    base._iterator = base._get_iterator()
+            elif base.num_workers == 0:
+                state = base.next_iter_state["dataset_state"]
+                if state is None:  # the dataset is its own iterator
+                    state = base.next_iter_state["fetcher_state"]["dataset_iter_state"]
+                base.dataset.load_state_dict(state)
+        base.next_iter_state = None
 
     def _place_dataset(self, point: ResumePoint) -> bool:
         """Put a dataset that saves its own state where it was saved; return whether that was possible."""
@@ -368,9 +407,8 @@ class DataLoaderAdapter:
         own = {**point.state_dict(), **self._randomness()}
         if not self._has_stateful_base:
             return own
-        inner = self.dl_state_dict
-        if inner is None:
-            inner = self.base_dataloader.state_dict()
+        # Before the first batch there is nothing to save, and torchdata's loader would draw a seed to say so.
+        inner = self.dl_state_dict or {}
         own["layout"] = self._layout if point.is_reached_by_torchdata else []
         own["batches"] = point.batches
         return {**inner, _OWN_STATE: own}
@@ -388,7 +426,8 @@ class DataLoaderAdapter:
             self._generators = own_streams(self.base_dataloader)
         with last.order.finished() if last is not None and is_at_end and self._generators else nullcontext():
             generators = {name: stream.take() for name, stream in self._generators.items()}
-        return {"base_seeds": [seed.base for seed in self._seeds], "generators": generators}
+        own = {"base_seeds": [seed.base for seed in self._seeds], "generators": generators}
+        return {**own, "has_drawn_seed": True} if self._has_drawn_seed else own
 
     def _resume_point(self) -> ResumePoint:
         """Return what a later pass needs to go on where this loader stands."""
@@ -421,6 +460,9 @@ class DataLoaderAdapter:
         if own.get("generators"):
             RandomStreams(self.base_dataloader, ()).put(own["generators"])
         point = ResumePoint.from_state_dict(own, self.iteration)
+        self._has_drawn_seed = own.get("has_drawn_seed", False)
+        if getattr(self.base_dataloader, "persistent_workers", False):
+            self.base_dataloader._iterator = None  # new workers, whose seed is drawn if it was not before the save
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
             self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))
             self.dl_state_dict = inner

@@ -414,6 +414,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     changes: dict[str, Any] = {
         "skipped_from": dataloader,
         "epoch_progress": None,
+        "_has_drawn_seed": False,
         "_skips_to_restored": dataloader._goes_on and num_batches > 0,
         "_resume": None if restored is None else ResumePoint(restored.epoch, order=restored.order),
     }

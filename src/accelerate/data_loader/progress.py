@@ -153,6 +153,7 @@ _OF_LOADERS: dict[str, Any] = {
     **dict.fromkeys(("epoch", "samples", "unit", "workers", "rounds", "batches"), _is_count),
     **dict.fromkeys(("streams", "files", "layout"), _are_counts),
     "base_seeds": _are_seeds,
+    "has_drawn_seed": lambda value: isinstance(value, bool),
 }
 
 
