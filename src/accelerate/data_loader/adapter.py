@@ -289,7 +289,11 @@ class DataLoaderAdapter:
         for part in (*samplers, getattr(self.base_dataloader, "dataset", None)):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self.iteration)
-        self._told_epoch = self.iteration
+        # A loader that skips batches has the samplers of the loader it was made from.
+        loader: DataLoaderAdapter | None = self
+        while loader is not None:
+            loader._told_epoch = self.iteration
+            loader = loader.skipped_from
 
     def _chosen_epoch(self, samplers: list[Any]) -> int:
         """Return the number of the next epoch: the next, unless the user has told a sampler of theirs another one."""

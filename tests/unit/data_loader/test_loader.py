@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -415,3 +416,31 @@ def test_the_epoch_that_the_user_tells_a_sampler_counts(epochs: tuple[int, ...])
             orders[-1].append([int(index) for batch in loader for index in batch])
     assert orders[0] == orders[1]
     assert loader.iteration == epochs[-1] + 1
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["by the loader", "by the user"])
+@pytest.mark.parametrize("stops", [(0, 2), (1, 1), (2, 4)], ids=str)
+def test_epochs_of_a_sampler_go_on_after_a_loader_that_skips(stops: tuple[int, int], is_told: bool) -> None:
+    def make() -> tuple[Any, Any]:
+        sampler = DistributedSampler(range(20), num_replicas=1, rank=0)
+        return sampler, prepare_data_loader(DataLoader(range(20), batch_size=4, sampler=sampler))
+
+    def read(sampler: Any, loader: Any, epoch: int) -> Iterator[list[int]]:
+        if is_told:
+            sampler.set_epoch(epoch)
+        return (batch.tolist() for batch in loader)
+
+    sampler, loader = make()
+    whole = [list(read(sampler, loader, epoch)) for epoch in range(4)]
+    epoch, number = stops
+    sampler, loader = make()
+    for earlier in range(epoch):
+        list(read(sampler, loader, earlier))
+    seen = list(islice(read(sampler, loader, epoch), number))
+    state = loader.state_dict()
+
+    sampler, loader = make()
+    loader.load_state_dict(state)
+    seen += read(sampler, skip_first_batches(loader, number), epoch)
+    assert seen == whole[epoch]
+    assert [list(read(sampler, loader, later)) for later in range(epoch + 1, 4)] == whole[epoch + 1 :]
