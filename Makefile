@@ -4,6 +4,7 @@
 #   make test     everything that make check does, then the test suite
 #   make test-xla the tests of XLA devices, on torch_xla's CPU runtime in an environment of its own (7 GB)
 #   make test-oldest-torch   the unit tests on the oldest torch that pyproject.toml allows, in the same environment
+#   make test-newest-torch   unit tests, numerics, checkpoints and layouts on the newest torch, in its own environment (6.5 GB)
 #   make test-cpu-adam   the tests of DeepSpeed's own Adam, which is compiled for some minutes the first time
 #   make fuzz     a million generated inputs for everything that reads files and variables of others, in about 15 minutes
 #   make quick    lint of the files that changed, and the unit tests, in about three minutes
@@ -22,6 +23,7 @@ PYTHON ?= python3
 VENV := .venv
 REFERENCE_VENV := .venv-reference
 XLA_VENV := .venv-xla
+NEWEST_VENV := .venv-newest
 REFERENCE_PACKAGES := accelerate==1.15.0 lightning-fabric==2.6.6 torchdata
 XLA_TEST_PACKAGES := pytest pytest-timeout pytest-xdist torchdata transformers
 # What the programs of tests/clients/programs import.
@@ -39,7 +41,7 @@ TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 PYTEST := $(TEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-xla test-oldest-torch test-cpu-adam fuzz quick check coverage device-coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
+.PHONY: demo test test-xla test-oldest-torch test-newest-torch test-cpu-adam fuzz quick check coverage device-coverage bench bench-xla bench-clients soak pages walks docs format clean unit-tests group-tests
 
 # --- environments ----------------------------------------------------------------------------------------------------
 
@@ -56,17 +58,27 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.created
 	$(BIN)/python $(PIP_INSTALL) --editable ".[dev]"
 	touch $@ $(VENV)/.demo
 
-# The pins of constraints.txt, but for what constraints-xla.txt pins otherwise.
+# Merge two constraints files: a pin of the first replaces that of the second.
+MERGE_CONSTRAINTS := awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)'
+
 XLA_PIP_INSTALL := $(XLA_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	--constraint $(XLA_VENV)/constraints.txt
 $(XLA_VENV)/.ready: pyproject.toml constraints.txt constraints-xla.txt
 	$(PYTHON) -m venv $(XLA_VENV)
-	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' constraints-xla.txt constraints.txt > $(XLA_VENV)/constraints.txt
+	$(MERGE_CONSTRAINTS) constraints-xla.txt constraints.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_PIP_INSTALL) --editable ".[demo,xla]" $(XLA_TEST_PACKAGES)
 	touch $@
 
 $(XLA_VENV)/.tests: $(XLA_VENV)/.ready
 	$(XLA_PIP_INSTALL) --editable ".[test,xla]"
+	touch $@
+
+# Not make check: types and lint are those of the torch in constraints.txt.
+$(NEWEST_VENV)/.ready: pyproject.toml constraints.txt constraints-newest.txt
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(MERGE_CONSTRAINTS) constraints-newest.txt constraints.txt > $(NEWEST_VENV)/constraints.txt
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+		--constraint $(NEWEST_VENV)/constraints.txt --editable ".[test]"
 	touch $@
 
 $(REFERENCE_VENV)/.ready: constraints.txt
@@ -102,6 +114,15 @@ test-xla: $(XLA_VENV)/.ready
 
 test-oldest-torch: $(XLA_VENV)/.tests
 	USE_TORCH_XLA=0 $(XLA_PYTEST) -m "not multiprocess" $(GROUP_TESTS:%=--ignore=%) --ignore=tests/xla
+
+# Hides GPUs, because this torch is built for CUDA and the tests expect the CPU.
+NEWEST_PYTEST := CUDA_VISIBLE_DEVICES= $(TEST_ENVIRONMENT) $(NEWEST_VENV)/bin/python -m pytest -n 2 --dist loadfile
+NEWEST_GROUP_TESTS := tests/numerics $(patsubst %,tests/multiprocess/test_%.py, \
+	broadcast_loading checkpoints deepspeed_state fsdp fsdp_state_files layout_checkpoints megatron_state pippy \
+	save_model sharded_loading state training)
+test-newest-torch: $(NEWEST_VENV)/.ready
+	$(NEWEST_PYTEST) -m "not multiprocess" $(GROUP_TESTS:%=--ignore=%) --ignore=tests/xla
+	$(NEWEST_PYTEST) $(NEWEST_GROUP_TESTS)
 
 test-cpu-adam: $(VENV)/.dev
 	ACCELERATE_TEST_CPU_ADAM=1 $(PYTEST) tests/multiprocess/test_deepspeed_cpu_adam.py
@@ -183,5 +204,5 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(REFERENCE_VENV) $(XLA_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.* src/*.egg-info
+	rm -rf $(VENV) $(REFERENCE_VENV) $(XLA_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache htmlcov .coverage .coverage.* src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
