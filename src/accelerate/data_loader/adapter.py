@@ -15,10 +15,17 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
 from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_samplers, own_streams
-from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state, whole_dataset
+from accelerate.data_loader.iterables import epoch_source, is_hf_dataset, saves_its_state, whole_dataset
 from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
-from accelerate.data_loader.progress import DataSource, EpochProgress, Position, ResumePoint, check_loader_state
+from accelerate.data_loader.progress import (
+    DataSource,
+    EpochProgress,
+    EpochSource,
+    Position,
+    ResumePoint,
+    check_loader_state,
+)
 from accelerate.data_loader.samplers import get_sampler, set_sampler
 from accelerate.runtime.gradient_clock import GradientState, PassCount
 
@@ -167,6 +174,7 @@ class DataLoaderAdapter:
         self._resume: ResumePoint | None = None
         self._skips_to_restored = False
         self._continues_epoch = False
+        self._continues_saved = False
         self._dataset_was_placed = False
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
@@ -314,6 +322,7 @@ class DataLoaderAdapter:
         """Return where a pass that begins now starts."""
         point, last = self._resume, self.epoch_progress
         self._continues_epoch = self._goes_on
+        self._continues_saved = point is not None and point.is_saved
         if point is not None:
             self.iteration = point.epoch
         elif self._reshuffles_after_break and last is not None and not last.is_finished:
@@ -403,12 +412,23 @@ class DataLoaderAdapter:
             whole.iteration = self.iteration
             whole._finish()
 
+    def _end_empty_rest(self, start: int) -> None:
+        """Count a pass without a batch, which was to begin after `start` samples of the epoch."""
+        if self._continues_saved and not getattr(self, "_drop_last", False):
+            warn_once(
+                f"This loader stopped after {start} samples of epoch {self.iteration}, which has no more than that now. Epoch "
+                f"{self.iteration + 1} is next."
+            )
+        self._complete()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what resumes this loader after the batch at hand, although the next one may be read already."""
         if self._continued_by is not None:
             return self._continued_by.state_dict()
         point = self._resume_point()
         own = {**point.state_dict(), **self._randomness()}
+        if point.samples:
+            own |= epoch_source(self.base_dataloader, self.split_elsewhere).state_dict()
         if not self._has_stateful_base:
             return own
         # Before the first batch there is nothing to save, and torchdata's loader would draw a seed to say so.
@@ -467,6 +487,12 @@ class DataLoaderAdapter:
         self._has_drawn_seed = own.get("has_drawn_seed", False)
         if getattr(self.base_dataloader, "persistent_workers", False):
             self.base_dataloader._iterator = None  # new workers, whose seed is drawn if it was not before the save
+        before = EpochSource.from_state_dict(own)
+        now = epoch_source(self.base_dataloader, self.split_elsewhere)
+        if point.samples and before is not None and now.ends_before(point, before):
+            self.dl_state_dict = None
+            self._go_to(ResumePoint(point.epoch + 1))
+            return
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
             self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))
             self.dl_state_dict = inner

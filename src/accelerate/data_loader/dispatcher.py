@@ -129,8 +129,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     self.remainder = header.samples
                 yield place_batch(batch, device, self._non_blocking)
             self._flush()
-            if progress.taken or point.start:
+            if progress.taken:
                 self._complete()
+            elif point.start:
+                self._end_empty_rest(point.start)
         finally:
             self.end()
 

@@ -304,7 +304,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _end_empty(self, progress: EpochProgress) -> None:
         """Count a pass without a batch if it was the rest of an epoch; an empty loader stays where it is."""
         if progress.plan.start:
-            self._complete()
+            self._end_empty_rest(progress.plan.start)
         self._finish()
 
     def __len__(self) -> int:

@@ -8,7 +8,10 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from torch.utils.data import SequentialSampler
+
 from accelerate._base.errors import CheckpointError
+from accelerate._base.helpers import warn_once
 from accelerate._base.untrusted import is_whole, shown
 from accelerate.data_loader.draws import OrderRecord
 from accelerate.data_loader.order import EpochOrder
@@ -35,6 +38,55 @@ class Position:
     samples: int = 0
 
 
+class EpochSource(NamedTuple):
+    """What the samples of an epoch are given by: the class of the sampler, and their number, None if unknown.
+
+    Iterable datasets have no sampler; theirs is an empty name.
+    """
+
+    sampler: str = ""
+    samples: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {"sampler": self.sampler, "epoch_samples": self.samples}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> EpochSource | None:
+        """Return what `state_dict` gave, None if nothing was saved."""
+        return cls(state["sampler"], state.get("epoch_samples")) if state.get("sampler") is not None else None
+
+    def ends_before(self, point: ResumePoint, before: EpochSource) -> bool:
+        """Return whether an epoch has become so short that nothing is left of it.
+
+        Warn of that, and of anything else that keeps the rest of an epoch from being the one that was saved.
+
+        Args:
+            before: What gave the samples up to `point`.
+        """
+        has_other_length = None not in (self.samples, before.samples) and self.samples != before.samples
+        is_beyond = has_other_length and point.samples >= (self.samples or 0)
+        reason = None
+        if self.sampler != before.sampler:
+            names = [source.sampler or "an iterable dataset" for source in (before, self)]
+            reason = f"its order was given by {names[0]}, and is given by {names[1]} now"
+        # Data in its own order continues where it stopped, however much comes after that.
+        elif has_other_length and self.sampler not in ("", SequentialSampler.__name__):
+            reason = f"it had {before.samples} samples, and has {self.samples} now, which are shuffled differently"
+        if is_beyond:
+            warn_once(
+                f"This loader stopped after {point.samples} of {before.samples} samples of epoch {point.epoch}, which has "
+                f"{self.samples} samples now: nothing is left of it, and epoch {point.epoch + 1} begins."
+            )
+        elif reason is not None:
+            warn_once(
+                f"This loader stopped after {point.samples} samples of an epoch that cannot be continued exactly: {reason}. "
+                "Some samples may repeat or be missed until the epoch ends. Resume with the dataset and the sampler of the "
+                "saved run to see each once."
+            )
+        return is_beyond
+
+
 class ResumePoint(NamedTuple):
     """A position and how it was reached, which matters for data that cannot be indexed.
 
@@ -48,6 +100,7 @@ class ResumePoint(NamedTuple):
         order: What draws the order of this epoch again, where that does not depend on seed and epoch alone.
         batches: Batches that torchdata's loader passes over by itself.
         is_reached_by_torchdata: Whether torchdata's loader goes there by itself.
+        is_saved: Whether it was saved, behind a batch that was not the last of its epoch.
     """
 
     epoch: int = 0
@@ -61,6 +114,7 @@ class ResumePoint(NamedTuple):
     order: OrderRecord | None = None
     batches: int = 0
     is_reached_by_torchdata: bool = False
+    is_saved: bool = False
 
     @property
     def position(self) -> Position:
@@ -102,6 +156,7 @@ class ResumePoint(NamedTuple):
             files=tuple(state.get("files", ())),
             dataset=state.get("dataset"),
             order=OrderRecord(**state["order"]) if state.get("order") else None,
+            is_saved=True,
         )
 
 
@@ -154,6 +209,8 @@ _OF_LOADERS: dict[str, Any] = {
     **dict.fromkeys(("streams", "files", "layout"), _are_counts),
     "base_seeds": _are_seeds,
     "has_drawn_seed": lambda value: isinstance(value, bool),
+    "sampler": lambda value: isinstance(value, str),
+    "epoch_samples": is_whole,
 }
 
 

@@ -67,6 +67,20 @@ def _inner_batch_sampler(loader: Any) -> Any:
     return part
 
 
+def innermost_sampler(loader: Any) -> Any:
+    """Return what gives a map-style loader its order: a sampler, or a batch sampler without one."""
+    part = loader
+    while (inner := _inside(part)) is not None:
+        part = inner
+    return part
+
+
+def _inside(part: Any) -> Any:
+    # Not joined by `or`, which asks a sampler for its length.
+    batch_sampler = outer_batch_sampler(part)
+    return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
+
+
 def copy_with(part: Any, **changes: Any) -> Any:
     """Return a shallow copy of an object with some attributes exchanged, whatever its class does on assignment."""
     twin = object.__new__(type(part))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -457,3 +459,75 @@ def test_a_split_loader_resumes_behind_what_was_skipped_before_prepare() -> None
         ([13, 15], 16),
         ([17, 19], 0),
     ]
+
+
+CHANGES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, str | None]] = {
+    "shuffled, longer": ({"shuffle": True}, 20, {"shuffle": True}, 26, "20 samples, and has 26"),
+    "shuffled, shorter": ({"shuffle": True}, 20, {"shuffle": True}, 15, "20 samples, and has 15"),
+    "shuffled, the same": ({"shuffle": True}, 20, {"shuffle": True}, 20, None),
+    "in order, longer": ({}, 20, {}, 26, None),
+    "in order, shorter": ({}, 20, {}, 15, None),
+    "not shuffled any more": ({"shuffle": True}, 20, {}, 20, "RandomSampler.*SequentialSampler"),
+    "shuffled now": ({}, 20, {"shuffle": True}, 20, "SequentialSampler.*RandomSampler"),
+    "shuffled, ends earlier": ({"shuffle": True}, 20, {"shuffle": True}, 7, "8 of 20 samples of epoch 1, which has 7"),
+    "in order, ends earlier": ({}, 20, {}, 8, "8 of 20 samples of epoch 1, which has 8"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_an_epoch_that_cannot_be_continued_exactly_is_reported_once(
+    change: tuple[dict[str, Any], int, dict[str, Any], int, str | None], options: dict[str, Any]
+) -> None:
+    before, length, after, new_length, report = change
+
+    def make(size: int, arguments: dict[str, Any]) -> Any:
+        return prepare_data_loader(DataLoader(range(size), batch_size=4, **arguments), put_on_device=True, **options)
+
+    stopped = make(length, before)
+    list(stopped)
+    for _ in stopped:
+        if stopped.position.samples == 8:
+            break
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = make(new_length, after)
+        resumed.load_state_dict(stopped.state_dict())
+        rest = [int(entry) for batch in resumed for entry in batch]
+        make(new_length, after).load_state_dict(stopped.state_dict())
+    reports = [str(entry.message) for entry in caught if "This loader stopped" in str(entry.message)]
+    if report is None:
+        assert reports == []
+    else:
+        assert len(reports) == 1
+        assert re.search(report, reports[0])
+    if new_length <= 8:
+        assert sorted(rest) == list(range(new_length))
+        assert resumed.iteration == 3
+    else:
+        assert len(rest) == new_length - 8
+        assert resumed.iteration == 2
+
+
+def test_a_seeded_order_is_not_that_of_torchs_sampler() -> None:
+    stopped = prepare_data_loader(DataLoader(range(12), batch_size=4, shuffle=True))
+    next(iter(stopped))
+    resumed = prepare_data_loader(DataLoader(range(12), batch_size=4, shuffle=True), use_seedable_sampler=True)
+    with pytest.warns(UserWarning, match="RandomSampler.*SeedableRandomSampler"):
+        resumed.load_state_dict(stopped.state_dict())
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=str)
+def test_a_stream_that_has_become_too_short_is_reported(options: dict[str, Any]) -> None:
+    stopped, loader = (
+        prepare_data_loader(DataLoader(Stream(length), batch_size=2), put_on_device=True, **options)
+        for length in (12, 6)
+    )
+    stopped.seek(Position(2, 6))
+    next(iter(stopped))
+    loader.load_state_dict(stopped.state_dict())
+    with pytest.warns(UserWarning, match="8 samples of epoch 2"):
+        assert list(loader) == []
+    assert [int(entry) for batch in loader for entry in batch] == list(range(6))
+    assert loader.iteration == 4
