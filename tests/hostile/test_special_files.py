@@ -17,6 +17,7 @@ from tests.support.checkpoints import write_checkpoint
 from accelerate._base.errors import CheckpointError, ConfigurationError
 from accelerate.checkpointing.catalog import inspect
 from accelerate.checkpointing.files import FileProblem, FileRecord, checksum
+from accelerate.config import deepspeed
 from accelerate.config.file_text import load_text
 from accelerate.launch.hostfile import read_hostfile
 from accelerate.offload.estimate import read_tensors
@@ -106,8 +107,15 @@ def test_options_may_come_through_a_pipe_but_not_without_end(tmp_path: Path) -> 
         assert load_text(f"/dev/fd/{reading}") == {"num_processes": 2}
     finally:
         os.close(reading)
-    with limits(), pytest.raises(ConfigurationError, match="has more than 200000 characters"):
+    with limits(), pytest.raises(ConfigurationError, match="/dev/zero"):
         load_text("/dev/zero")
+
+
+@pytest.mark.parametrize("read", [load_text, deepspeed.read])
+def test_options_are_not_read_from_a_pipe_without_a_writer(tmp_path: Path, read: Callable[[str], Any]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with limits(), pytest.raises(ConfigurationError, match="pipe"):
+        read(str(tmp_path / "pipe"))
 
 
 def test_a_long_text_is_not_read(tmp_path: Path) -> None:

@@ -132,6 +132,47 @@ def test_a_run_on_one_machine_listens_on_the_loopback_address_only(tmp_path: Pat
     assert [entry["launcher"] for entry in found].count(False) >= 2
 
 
+@pytest.mark.parametrize(
+    "options", [("--rdzv_backend", "nosuch"), ("--log_dir", "/proc/none"), ("--log_dir", "/proc/self")]
+)
+def test_what_torch_cannot_use_is_refused_in_one_sentence(script: Path, options: tuple[str, str]) -> None:
+    done = launch("--cpu", "--num_processes", "2", *options, str(script))
+    assert done.returncode != 0
+    assert f"{options[0]}={options[1]!r}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_the_next_launch_removes_what_killed_launchers_left(tmp_path: Path) -> None:
+    script, place = tmp_path / "wait.py", tmp_path / "temporary"
+    place.mkdir()
+    script.write_text("import sys, time\nprint('ready', flush=True)\ntime.sleep(float(sys.argv[1]))\n")
+    environment = {"TMPDIR": str(place)}
+    words = ("--cpu", "--num_processes", "2", str(script))
+    runs = [
+        subprocess.Popen(
+            launch_command(*words, "600"), env=launch_environment(environment), stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        for run in runs:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "ready\n"
+        assert len(list(place.glob("accelerate-launch-*"))) == 2
+        runs[0].kill()
+        runs[0].wait()
+        done = launch(*words, "0", env=environment)
+        assert done.returncode == 0, done.stderr
+        # That of the launcher which still runs.
+        assert len(list(place.iterdir())) == 1
+    finally:
+        runs[1].terminate()
+        runs[1].wait()
+        runs[0].kill()
+    assert list(place.iterdir()) == []
+
+
 def test_a_process_that_leaves_the_others_early_is_named(tmp_path: Path) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(

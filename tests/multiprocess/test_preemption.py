@@ -168,9 +168,9 @@ def test_a_signal_to_every_process_lets_the_workers_save(tmp_path: Path) -> None
     assert [process for process in everyone if process.is_running()] == []
 
 
-@pytest.mark.parametrize(("place", "count"), [("script", 2), ("accelerator", 2), ("accelerator", 1)])
-def test_a_notice_during_start_up_stops_the_run_at_its_first_step(tmp_path: Path, place: str, count: int) -> None:
-    run = Run(tmp_path, "--num_processes", str(count), words=[f"early={place}", "pause=0.5"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_notice_before_the_first_read_stops_the_run_at_its_first_step(tmp_path: Path, count: int) -> None:
+    run = Run(tmp_path, "--num_processes", str(count), words=["early=1", "pause=0.5"])
     names = [f"early-{rank}" for rank in range(count)]
     until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in names))
     os.kill(int((tmp_path / names[-1]).read_text()), signal.SIGUSR1)

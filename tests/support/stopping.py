@@ -22,20 +22,15 @@ from accelerate.utils import ProjectConfiguration, set_seed
 here = Path(sys.argv[1])
 words = dict(word.split("=") for word in sys.argv[2:])
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-def wait_early(place):
-    if words.get("early") == place:
-        (here / f"early-{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
-        while not (here / "go").exists():
-            time.sleep(0.02)
-
-wait_early("script")
 set_seed(3)
 accelerator = Accelerator(
     project_config=ProjectConfiguration(project_dir=str(here / "run"), automatic_checkpoint_naming=True, total_limit=2)
 )
-wait_early("accelerator")
 rank = accelerator.process_index
+if words.get("early"):
+    (here / f"early-{rank}").write_text(str(os.getpid()))
+    while not (here / "go").exists():
+        time.sleep(0.02)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 rows = torch.arange(24.0).reshape(24, 1)

@@ -18,6 +18,8 @@ _ENGINES = (*_OTHER_HARDWARE, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # What only torch's agent does.
 _OF_THE_AGENT = ("max_restarts", "min_machines", "log_dir", "tee", "redirects", "local_ranks_filter", "numa_binding")
+# In seconds: a shorter one only keeps the processor busy.
+_SHORTEST_INTERVAL = 0.001
 _SHARDING_AXES = {MeshAxis.DP_SHARD, MeshAxis.SP}
 
 Rule = Callable[[RunConfig, Mapping[str, str]], None]
@@ -61,6 +63,16 @@ def _counts(config: RunConfig, environ: Mapping[str, str]) -> None:
     # A hostfile may say how many machines there are.
     if not (hosts_are_named and config.is_default("num_machines")):
         _check_machine_rank(config)
+
+
+def _agent_numbers(config: RunConfig, environ: Mapping[str, str]) -> None:
+    for name, least in (("max_restarts", 0), ("preemption_grace", 0), ("monitor_interval", _SHORTEST_INTERVAL)):
+        # A comparison with NaN is False.
+        if not least <= config[name] < float("inf"):
+            raise ConfigurationError(
+                f"{config.shown(name)} cannot work: a number of at least {least} is needed. Write such a --{name}, or leave "
+                "it out."
+            )
 
 
 def _range(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -243,6 +255,7 @@ def _xla_devices(config: RunConfig, environ: Mapping[str, str]) -> None:
 _RULES: tuple[Rule, ...] = (
     _one_paradigm,
     _counts,
+    _agent_numbers,
     _range,
     _address,
     _port,

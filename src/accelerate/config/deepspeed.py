@@ -103,6 +103,8 @@ def read(given: Any) -> tuple[dict[str, Any], str]:
     if text.lstrip().startswith(("{", "[")):
         return _parse(text, given), "hf_ds_config"
     try:
+        if Path(text).is_fifo():
+            raise unreadable(given, "it is a pipe", "Write the path of a JSON file")
         with Path(text).open(encoding="utf-8") as file:
             found = file.read(_MOST_CHARACTERS + 1)
         return _parse(found, given), text

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.untrusted import MOST_LEVELS, check_nesting, first_line, parse_json, shown
+from accelerate._base.untrusted import MOST_LEVELS, check_nesting, check_regular, first_line, parse_json, shown
 
 # A file of options has some hundred bytes; a long one would take minutes to parse.
 _MOST_CHARACTERS = 200_000
 # With what its aliases repeat.
 _MOST_NODES = 100_000
+_OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
 class ConfigFileNotFoundError(ConfigurationError, FileNotFoundError):
@@ -25,6 +26,9 @@ def load_text(path: str | Path) -> dict[str, Any]:
         ConfigurationError: There is no such file, it does not parse, holds no keys, or one of them twice.
     """
     try:
+        # A pipe that a shell opened, as in `--config_file <(envsubst < run.yaml)`, has a writer; any other is waited for.
+        if not str(path).startswith(_OPEN_FILES):
+            check_regular(Path(path).expanduser())
         with Path(path).expanduser().open(encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
     except FileNotFoundError as error:
@@ -32,6 +36,8 @@ def load_text(path: str | Path) -> dict[str, Any]:
             f"The configuration file {str(path)!r} does not exist. Write the path of one that does, or make it with "
             "`accelerate config`."
         ) from error
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # the last two for what is no text, and for a home of nobody
         raise ConfigurationError(
             f"The configuration file {str(path)!r} cannot be read: {error}. Write the path of a YAML or JSON file."

@@ -271,12 +271,22 @@ def _logs_specs(options: ElasticOptions, folder: str) -> LogsSpecs:
                 f"{sorted(known.names)}. Install the package that has it, or leave the option out."
             )
         specs = known[options.logs_specs].load()
-    return specs(
-        log_dir=options.log_dir or folder,
-        redirects=Std.from_str(options.redirects),
-        tee=Std.from_str(options.tee),
-        local_ranks_filter=set(options.local_ranks_filter) or None,
-    )
+    try:
+        if options.log_dir:
+            # torch makes the folder of a run only when the workers start.
+            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryDirectory(dir=options.log_dir).cleanup()
+        return specs(
+            log_dir=options.log_dir or folder,
+            redirects=Std.from_str(options.redirects),
+            tee=Std.from_str(options.tee),
+            local_ranks_filter=set(options.local_ranks_filter) or None,
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            f"--log_dir={options.log_dir!r} cannot be written: {first_line(error)}. Write the path of a folder in which this "
+            "user may create files."
+        ) from error
 
 
 def _event_handler(name: str) -> str:
@@ -355,7 +365,13 @@ def _rendezvous_handler(config: LaunchConfig) -> RendezvousHandler:
         **config.rdzv_configs,
     )
     if config.rdzv_backend not in OWN_STORES:
-        return rendezvous_registry.get_rendezvous_handler(parameters)
+        try:
+            return rendezvous_registry.get_rendezvous_handler(parameters)
+        except (ValueError, ImportError, RendezvousError) as error:
+            raise ConfigurationError(
+                f"--rdzv_backend={config.rdzv_backend!r} cannot be used: {first_line(error)} Write static or c10d, or install "
+                "what provides that backend."
+            ) from error
     if config.max_nodes == 1:
         return OneMachineRendezvous(parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=0)[1], config.run_id)
     from accelerate.launch import rendezvous

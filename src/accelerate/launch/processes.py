@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,8 @@ _REQUESTS = (signal.SIGTERM, *([_NOTICE] if _NOTICE is not None else []))
 _SECONDS_AFTER_INTERRUPT = 5.0
 _SECONDS_AFTER_TERMINATE = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.1
+_FOLDER_PREFIX = "accelerate-launch-"
+_LOCK_FILE = "lock"
 
 
 # --- children ---------------------------------------------------------------------------------------------------------
@@ -42,7 +46,8 @@ def launch_folder(files: Mapping[str, str]) -> Iterator[str]:
     What this program had started before is its own, as is what that starts: it lives on.
     """
     started = StartedProcesses()
-    with tempfile.TemporaryDirectory(prefix="accelerate-launch-") as folder:
+    _remove_abandoned()
+    with _locked_folder() as folder:
         for name, content in files.items():
             Path(folder, name).write_text(content)
         _adopt_orphans()
@@ -50,6 +55,46 @@ def launch_folder(files: Mapping[str, str]) -> Iterator[str]:
             yield folder
         finally:
             started.end()
+
+
+@contextlib.contextmanager
+def _locked_folder() -> Iterator[str]:
+    """Make a temporary folder with a lock that the kernel releases when this process dies."""
+    made = tempfile.mkdtemp(prefix="accelerate-new-")
+    # Under its final name the folder is always locked: a lock that is free tells that its launcher is gone.
+    folder = made.replace("accelerate-new-", _FOLDER_PREFIX)
+    lock = os.open(Path(made, _LOCK_FILE), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            _lock(lock)
+        Path(made).rename(folder)
+        yield folder
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(descriptor: int) -> None:
+    if sys.platform == "win32":
+        raise OSError("Windows has no such locks")
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of launchers that were killed."""
+    for entry in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        # What belongs to another user, or is gone meanwhile, is left alone.
+        with contextlib.suppress(OSError):
+            if entry.is_symlink() or entry.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(entry / _LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                _lock(lock)
+                shutil.rmtree(entry, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _adopt_orphans() -> None:

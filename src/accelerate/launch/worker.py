@@ -33,7 +33,6 @@ def main(arguments: list[str]) -> None:
     _set_arguments(kind, name, rest)
     record = _record_path()
     end_with_parent()
-    hold_notice()
     run_recorded(lambda: _run_module(name) if kind == "module" else _run_script(name), record)
 
 
@@ -184,23 +183,6 @@ def _run_on_xla(count: str, function: str, kind: str, name: str, *rest: str) -> 
         end_with_parent()
     with xla_processes.record_folder(named) as folder:
         sys.exit(xla_processes.run_on_all_devices(script, folder))
-
-
-class HeldNotice:
-    """Handler that keeps SIGUSR1 from ending a process which has not read `should_stop` yet."""
-
-    was_called = False
-
-    def __call__(self, number: int, frame: types.FrameType | None) -> None:
-        self.was_called = True
-
-
-def hold_notice() -> None:
-    """Hold SIGUSR1 while the script starts; the first `should_stop` of an Accelerator returns that it came."""
-    import signal
-
-    if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, HeldNotice())
 
 
 def end_with_parent() -> None:

@@ -112,10 +112,7 @@ class Preemption:
     def _listen_for(self, numbers: Iterable[signal.Signals]) -> None:
         for number in numbers:
             if signal.getsignal(number) != self._note:
-                self._before[number] = before = signal.signal(number, self._note)
-                # The launcher's own handler keeps a signal that came before there was an Accelerator.
-                if getattr(before, "was_called", False):
-                    self._received = number
+                self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
