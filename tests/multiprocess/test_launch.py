@@ -161,15 +161,15 @@ def test_the_next_launch_removes_what_killed_launchers_left(tmp_path: Path) -> N
             assert run.stdout.readline() == "ready\n"
         assert len(list(place.glob("accelerate-launch-*"))) == 2
         runs[0].kill()
-        runs[0].wait()
+        runs[0].communicate()
         done = launch(*words, "0", env=environment)
         assert done.returncode == 0, done.stderr
         # That of the launcher which still runs.
         assert len(list(place.iterdir())) == 1
     finally:
-        runs[1].terminate()
-        runs[1].wait()
-        runs[0].kill()
+        for run in runs:
+            run.terminate()
+            run.communicate()
     assert list(place.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import number_in
 from accelerate.config.run_config import Resolved, RunConfig
 
 _OTHER_HARDWARE = ("tpu", "multi_gpu")
@@ -73,6 +74,23 @@ def _agent_numbers(config: RunConfig, environ: Mapping[str, str]) -> None:
                 f"{config.shown(name)} cannot work: a number of at least {least} is needed. Write such a --{name}, or leave "
                 "it out."
             )
+
+
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether a cluster gave this process a rank among several, and no place on its machine, as a PyTorchJob does."""
+    size = number_in(environ.get("WORLD_SIZE", ""))
+    return size is not None and size > 1 and "RANK" in environ and "LOCAL_RANK" not in environ
+
+
+def _pods(config: RunConfig, environ: Mapping[str, str]) -> None:
+    alone = config["num_machines"] == 1 and not config.is_typed("num_machines")
+    if alone and (config["num_processes"] or 1) > 1 and is_pod(environ):
+        rank, size = environ["RANK"], environ["WORLD_SIZE"]
+        raise ConfigurationError(
+            f"RANK={rank} and WORLD_SIZE={size} in the environment number the processes of a cluster, and "
+            f"{config.shown('num_processes')} would start a run of its own in each of them. Add --num_machines {size} "
+            f"--machine_rank {rank} and count the processes of all machines in --num_processes, or add --num_machines 1."
+        )
 
 
 def _range(config: RunConfig, environ: Mapping[str, str]) -> None:
@@ -256,6 +274,7 @@ _RULES: tuple[Rule, ...] = (
     _one_paradigm,
     _counts,
     _agent_numbers,
+    _pods,
     _range,
     _address,
     _port,

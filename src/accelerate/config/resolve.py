@@ -22,6 +22,9 @@ PARADIGMS = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatr
 _OTHER_HARDWARE = ("multi_gpu", "tpu")
 # The device type whose processes torch_xla starts.
 _XLA = "xla"
+# The number of a pod in an indexed job of Kubernetes.
+_POD_INDEX = "JOB_COMPLETION_INDEX"
+# torchrun takes any of its options from a variable PET_*, and Kubeflow sets those.
 _TORCHRUN = ("nnodes", "nproc_per_node", "rdzv_endpoint", "standalone")
 
 
@@ -61,11 +64,14 @@ def merge(namespace: argparse.Namespace, machine: Machine, *, environ: Mapping[s
     if file is not None:
         notes += _apply_paradigm(values, file, flags)
     notes += [_idle_note(options()[name], values) for name in flags if _is_idle(options()[name], values)]
-    if not flags.keys().isdisjoint(_TORCHRUN):
+    if any(values[name].origin.source is not OptionSource.DEFAULT for name in _TORCHRUN):
         # Most launches do not load what reads torchrun's words.
         from accelerate.config.torchrun import translate
 
         notes += translate(values, machine)
+    index = variables.get(_POD_INDEX, "")
+    if int(values["num_machines"].value) > 1 and values["machine_rank"].origin.source is OptionSource.DEFAULT and index:
+        values["machine_rank"] = _read_variable(options()["machine_rank"], _POD_INDEX, index)
     _fill(values, machine)
     return RunConfig(values, machine=machine, file=file, notes=tuple(notes))
 
@@ -131,8 +137,22 @@ def _merge(
     from_variable = option.knob.decode(environ)
     if from_variable is not None:
         return Resolved(from_variable, Origin(OptionSource.ENVIRONMENT, str(option.knob.env)))
+    for name in (option.name, *option.knob.also):
+        variable = f"PET_{name.upper()}"
+        if environ.get(variable):
+            return _read_variable(option, variable, environ[variable])
     value = option.knob.fallback if option.default is None else option.default
     return Resolved(value, Origin(OptionSource.DEFAULT))
+
+
+def _read_variable(option: LaunchOption, variable: str, text: str) -> Resolved:
+    try:
+        return Resolved(option.knob.codec.parse(text), Origin(OptionSource.ENVIRONMENT, variable))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"The environment variable {variable} is {text!r}, which is not {option.knob.codec.meaning}. Unset it or "
+            "correct it."
+        ) from error
 
 
 def _checked(option: LaunchOption, value: Any) -> Any:

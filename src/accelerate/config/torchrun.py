@@ -43,8 +43,12 @@ def translate(values: dict[str, Resolved], machine: Machine) -> list[str]:
 
 
 def _say(values: dict[str, Resolved], name: str, value: Any, by: str, how: str = "") -> None:
-    """Set an option in the name of another one; a flag that says something else is a contradiction."""
+    """Set an option in the name of another one; a flag with another value is a contradiction, and beats a variable."""
     origin = Origin(OptionSource.FLAG, f"--{by}{how}")
+    if values[by].origin.source is OptionSource.ENVIRONMENT:
+        origin = Origin(OptionSource.ENVIRONMENT, f"{values[by].origin.detail}{how}")
+        if values[name].origin.source is OptionSource.FLAG:
+            return
     if values[name].origin.source is OptionSource.FLAG and values[name].value != value:
         raise conflicts.flags_differ(name, values[name], Resolved(value, origin))
     values[name] = Resolved(value, origin)

@@ -308,3 +308,16 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return str(name)
     return None
+
+
+def owns_address(host: str) -> bool:
+    """Return whether a name or an address leads to an interface of this machine."""
+    import socket
+
+    if is_loopback(host) or host == socket.gethostname():
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(interface_of(str(entry[4][0])) is not None for entry in found)

@@ -48,7 +48,7 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 def _plan_one(config: RunConfig, host: Host) -> LaunchPlan:
     values = worker_environment(config, host, 1)
-    if not any(config[option] for option in _GROUP_OPTIONS):
+    if not any(config[option] for option in _GROUP_OPTIONS) or conflicts.is_pod(host.environment):
         return LaunchPlan("exec", script_command(config, host), values)
     rendezvous = local_rendezvous(config, host)
     values |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hmac
 import io
 import pickle
-import socket
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -27,7 +26,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.config import env
-from accelerate.devices.machine import interface_of, is_loopback
+from accelerate.devices.machine import owns_address
 
 RUN_TOKEN = "ACCELERATE_RUN_TOKEN"
 _SIGNATURE_BYTES = 32
@@ -81,17 +80,6 @@ def _open_store(parameters: RendezvousParameters) -> tuple[RendezvousBackend, St
             pass  # another launcher on this machine holds the store
     parameters.config["is_host"] = "False"
     return c10d.create_backend(parameters)
-
-
-def owns_address(host: str) -> bool:
-    """Return whether a name or an address leads to an interface of this machine."""
-    if is_loopback(host) or host == socket.gethostname():
-        return True
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    return any(interface_of(str(entry[4][0])) is not None for entry in found)
 
 
 class CheckedBackend(RendezvousBackend):

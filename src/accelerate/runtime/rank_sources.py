@@ -28,12 +28,40 @@ class RankVariables:
         if self.rank not in environ or self.world_size not in environ:
             return None
         rank, world_size = _integer(environ, self.rank, 0), _integer(environ, self.world_size, 1)
-        local_world_size = _integer(environ, self.local_world_size, world_size)
+        alone = self.rank == "RANK" and self.local_rank not in environ and _is_pod(environ)
+        local_world_size = _integer(environ, self.local_world_size, 1 if alone else world_size)
         local_rank = _integer(environ, self.local_rank, rank % max(local_world_size, 1))
         rendezvous = environ.get("ACCELERATE_DEBUG_RDV_FILE")
         return Topology(
             rank, world_size, local_rank, local_world_size, self.source, f"file://{rendezvous}" if rendezvous else None
         )
+
+
+def _is_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether each process has a machine of its own, where only its rank among all of them is known.
+
+    A PyTorchJob of Kubeflow gives each pod RANK, WORLD_SIZE and MASTER_ADDR.
+    """
+    address = environ.get("MASTER_ADDR", "")
+    return bool(address) and ("KUBERNETES_SERVICE_HOST" in environ or not machine.owns_address(address))
+
+
+def _kubeflow(environ: Mapping[str, str]) -> Topology | None:
+    """Take the ranks that Kubeflow means for torchrun, where a machine has one process.
+
+    Raises:
+        ConfigurationError: If torchrun would start several processes, or any number of machines.
+    """
+    machines = environ.get("PET_NNODES", "")
+    if machines in ("", "1", "1:1") or "PET_NODE_RANK" not in environ:
+        return None
+    if not machines.isdecimal() or environ.get("PET_NPROC_PER_NODE", "1") != "1":
+        raise ConfigurationError(
+            f"PET_NNODES={machines!r} and PET_NPROC_PER_NODE={environ.get('PET_NPROC_PER_NODE')!r} ask for processes that a "
+            "launcher starts, and none has started this one. Run the script by `accelerate launch` or torchrun, or unset "
+            "the variables PET_*."
+        )
+    return Topology(_integer(environ, "PET_NODE_RANK", 0), _integer(environ, "PET_NNODES", 1), 0, 1, "Kubeflow")
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -98,6 +126,7 @@ _DETECTORS: tuple[Callable[[Mapping[str, str]], Topology | None], ...] = (
     ).detect,
     _slurm,
     _tpu,
+    _kubeflow,
 )
 
 
@@ -126,6 +155,10 @@ def publish(topology: Topology) -> None:
         os.environ.setdefault(name, str(value))
     if topology.init_method is not None:
         return
+    if topology.source == "Kubeflow":
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if os.environ.get(f"PET_{name}"):
+                os.environ.setdefault(name, os.environ[f"PET_{name}"])
     nodes = os.environ.get("SLURM_STEP_NODELIST")
     job = os.environ.get("SLURM_JOB_ID")
     if topology.source == "Slurm" and nodes and job:

@@ -174,3 +174,46 @@ def test_a_machine_alone_needs_no_address_and_says_what_it_does_not_use() -> Non
     # A range that begins with one machine is content with this one.
     alone = launched("--standalone", "--nnodes=1:4", "--nproc_per_node=2")
     assert (alone["num_machines"], alone["min_machines"], alone["num_processes"]) == (1, None, 2)
+
+
+# --- variables of clusters --------------------------------------------------------------------------------------------
+
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "trainer-0",
+    "PET_MASTER_PORT": "23456",
+}
+
+
+def test_variables_of_torchrun_are_read_below_flags() -> None:
+    config = launched("--cpu", machine=NO_GPU, environ=KUBEFLOW)
+    names = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
+    assert tuple(config[name] for name in names) == (2, 4, 1, "trainer-0", 23456)
+    assert config.origin("num_machines") == "environment PET_NNODES"
+    assert config.is_given("machine_rank")
+    typed = launched("--cpu", "--num_machines", "3", "--num_processes", "3", machine=NO_GPU, environ=KUBEFLOW)
+    assert (typed["num_machines"], typed["num_processes"]) == (3, 3)
+    with pytest.raises(ConfigurationError, match="PET_NNODES is 'two'"):
+        launched(environ={"PET_NNODES": "two"})
+
+
+def test_the_index_of_a_pod_is_the_rank_of_its_machine() -> None:
+    several = ("--cpu", "--num_machines", "2", "--num_processes", "2", *ADDRESS)
+    environ = {"JOB_COMPLETION_INDEX": "1"}
+    assert launched(*several, machine=NO_GPU, environ=environ)["machine_rank"] == 1
+    assert launched(*several, "--machine_rank", "0", machine=NO_GPU, environ=environ)["machine_rank"] == 0
+    # Pods that have nothing to do with each other may have an index too.
+    assert launched("--cpu", machine=NO_GPU, environ=environ)["machine_rank"] == 0
+
+
+def test_ranks_of_pods_that_a_launch_would_drop_are_refused() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0"}
+    with pytest.raises(ConfigurationError, match=r"RANK=1 and WORLD_SIZE=2"):
+        launched("--cpu", "--num_processes", "2", machine=NO_GPU, environ=pod)
+    assert launched("--cpu", machine=NO_GPU, environ=pod)["num_processes"] == 1
+    alone = launched("--cpu", "--num_processes", "2", "--num_machines", "1", machine=NO_GPU, environ=pod)
+    assert alone["num_processes"] == 2
+    worker = {**pod, "LOCAL_RANK": "0"}
+    assert launched("--cpu", "--num_processes", "2", machine=NO_GPU, environ=worker)["num_processes"] == 2

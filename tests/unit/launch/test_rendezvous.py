@@ -14,7 +14,8 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from accelerate.launch.rendezvous import CheckedBackend, owns_address
+from accelerate.devices.machine import owns_address
+from accelerate.launch.rendezvous import CheckedBackend
 
 
 def real_state() -> bytes:

@@ -31,6 +31,28 @@ LAUNCHERS = [
         id="torchrun",
     ),
     pytest.param({"RANK": "3", "WORLD_SIZE": "4"}, Topology(3, 4, 3, 4, "torchrun"), id="torchrun, one machine"),
+    pytest.param(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0.invalid"},
+        Topology(1, 2, 0, 1, "torchrun"),
+        id="a pod of a PyTorchJob",
+    ),
+    pytest.param(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        Topology(1, 2, 0, 1, "torchrun"),
+        id="a pod of a PyTorchJob by its own name",
+    ),
+    pytest.param(
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        Topology(1, 2, 1, 2, "torchrun"),
+        id="two processes that were started by hand",
+    ),
+    pytest.param(
+        {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "a"},
+        Topology(1, 2, 0, 1, "Kubeflow"),
+        id="Kubeflow without a launcher",
+    ),
+    pytest.param({"PET_NNODES": "1", "PET_NODE_RANK": "0"}, Topology(), id="Kubeflow, one machine"),
+    pytest.param({"JOB_COMPLETION_INDEX": "1"}, Topology(), id="an index among pods of unknown number"),
     pytest.param({"RANK": "3"}, Topology(), id="a rank without a size says nothing"),
     pytest.param(
         {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
@@ -158,6 +180,18 @@ def test_publish_on_one_machine() -> None:
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": machine.interface_of("127.0.0.1"),
     }
+
+
+@pytest.mark.parametrize("more", [{"PET_NPROC_PER_NODE": "2"}, {"PET_NNODES": "1:2"}])
+def test_ranks_that_only_a_launcher_can_give(more: dict[str, str]) -> None:
+    variables = {"PET_NNODES": "2", "PET_NODE_RANK": "1", **more}
+    with clear_environment(), patch_environment(**variables), pytest.raises(ConfigurationError, match="PET_NNODES"):
+        rank_sources.detect()
+
+
+def test_kubeflow_names_the_first_machine() -> None:
+    found = published(Topology(1, 2, 0, 1, "Kubeflow"), PET_MASTER_ADDR="trainer-0", PET_MASTER_PORT="23456")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("trainer-0", "23456")
 
 
 def test_publish_keeps_what_is_there() -> None:
