@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate._base.constants import PREEMPTED_EXIT_CODE
 from accelerate._base.enums import DistributedType, FP8BackendType, RNGType
-from accelerate._base.errors import CheckpointError, UsageError
+from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import log_once
 from accelerate._base.lazy import attach_passing_names
 from accelerate.checkpointing import catalog, torch_files
@@ -41,7 +43,6 @@ from accelerate.config.plugins.training import (
 from accelerate.data_loader import skip_first_batches
 from accelerate.hooks.offloaded import get_state_dict_offloaded_model, has_offloaded_params
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.mesh import axis_rank
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.runtime import current, process_control, process_group
@@ -54,7 +55,8 @@ from accelerate.session.progress import RunProgress
 from accelerate.session.setup import resolve_options, start_run
 from accelerate.session.stepper import GradientStepper, trigger_sync_in_backward
 from accelerate.session.trackers import RunTrackers
-from accelerate.state import AcceleratorState, ProcessControl, View
+from accelerate.state import AcceleratorState, AxisRank, ProcessControl, View, choose_group
+from accelerate.strategies.base import Owner
 from accelerate.watch.preemption import ignore_signals
 
 if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
@@ -163,7 +165,8 @@ class Accelerator(ProcessControl):
             parallelism_config=parallelism_config,
             global_batch_size=global_batch_size,
         )
-        self._run = run = start_run(options)
+        self._run = run = start_run(options, choose_group)
+        run.strategy.context = replace(run.strategy.context, accelerator=Owner(self))
         self._objects = objects = PreparedObjects()
         self.progress = progress = Progress()
         """How far the run has come: `epoch`, `step` (optimizer updates) and `samples`; saved with its checkpoints."""
@@ -176,6 +179,9 @@ class Accelerator(ProcessControl):
         self._checkpoints = RunCheckpoints(run, objects, self._stepper, progress, checkpointer)
         self._run_progress = RunProgress(run, objects, progress, self._checkpoints)
         self._trackers = RunTrackers(run)
+        self._cp_context: Callable[..., AbstractContextManager[None]] | None = None
+        if options.request.parallelism is not None:
+            options.request.parallelism._validate_accelerator(self)
         if log_with is not None:
             self._trackers.choose(log_with)
 
@@ -318,7 +324,8 @@ class Accelerator(ProcessControl):
 
     # --- prepare -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    # The annotations are strings, and the body needs no other name: libraries execute this source in their own module.
+    def prepare(self, *args: "Any", device_placement: "Sequence[bool | None] | None" = None) -> "Any":  # noqa: UP037
         """Prepare models, optimizers, schedulers and loaders, in any order and number, for this run.
 
         Args:
@@ -336,7 +343,29 @@ class Accelerator(ProcessControl):
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
             ```
         """
-        return self._preparer.prepare(args, device_placement)
+        layout = self.strategy.context.parallelism
+        if layout is not None and layout.cp_enabled:
+            args = self._prepare_cp(*args)
+        if self.strategy.prepare_method is None:
+            return self._preparer.prepare(args, device_placement)
+        options = {} if device_placement is None else {"device_placement": device_placement}
+        prepared = getattr(self, self.strategy.prepare_method)(*args, **options)
+        return prepared if len(prepared) > 1 else prepared[0]
+
+    # Other libraries wrap and replace these two.
+
+    def _prepare_fsdp2(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
+        prepared = self._preparer.prepare(args, device_placement)
+        return prepared if len(args) > 1 else (prepared,)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Set the context that `maybe_context_parallel` returns, and return the objects to prepare."""
+        from accelerate.parallel.context import split_sequences
+
+        assert self.parallelism_config is not None
+        exchange = self.parallelism_config.cp_handler.cp_comm_strategy
+        self._cp_context = partial(split_sequences, self.torch_device_mesh["cp"], exchange=exchange)
+        return args
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -563,38 +592,11 @@ class Accelerator(ProcessControl):
 
     # --- axes of parallelism -----------------------------------------------------------------------------------------
 
-    def _axis_rank(self, axis: str) -> int:
-        if self.parallelism_config is None:
-            raise UsageError(
-                f"The rank along {axis!r} was asked for, but this Accelerator has no parallelism_config, so there are no "
-                "axes. Pass parallelism_config=ParallelismConfig(...)."
-            )
-        return axis_rank(self.torch_device_mesh, axis)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Return the rank along the axis of tensor parallelism, 0 where it is not in use."""
-        return self._axis_rank("tp")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Return the rank along the axis of context parallelism, 0 where it is not in use."""
-        return self._axis_rank("cp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Return the stage of this process in a pipeline, 0 where it is not in use."""
-        return self._axis_rank("pp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Return the rank along the axis of replicas, 0 where it is not in use."""
-        return self._axis_rank("dp_replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Return the rank along the axis of sharding, 0 where it is not in use."""
-        return self._axis_rank("dp_shard")
+    tensor_parallel_rank = AxisRank("tp", "The rank along the axis of tensor parallelism, 0 where it is not in use.")
+    context_parallel_rank = AxisRank("cp", "The rank along the axis of context parallelism, 0 where it is not in use.")
+    pipeline_parallel_rank = AxisRank("pp", "The stage of this process in a pipeline, 0 where it is not in use.")
+    data_parallel_rank = AxisRank("dp_replicate", "The rank along the axis of replicas, 0 where it is not in use.")
+    data_parallel_shard_rank = AxisRank("dp_shard", "The rank along the axis of sharding, 0 where it is not in use.")
 
     def maybe_context_parallel(
         self,
@@ -620,15 +622,11 @@ class Accelerator(ProcessControl):
         if config is None or not config.cp_enabled:
             log_once(__name__, "maybe_context_parallel does nothing: cp_size is 1, so every rank has whole sequences.")
             return nullcontext()
-        from accelerate.parallel.context import split_sequences
-
-        return split_sequences(
-            self.torch_device_mesh["cp"],
-            buffers or (),
-            buffer_seq_dims or (),
-            no_restore_buffers or (),
-            exchange=config.cp_handler.cp_comm_strategy,
-        )
+        if self._cp_context is None:
+            self._prepare_cp()
+        assert self._cp_context is not None
+        kept = no_restore_buffers or set()
+        return self._cp_context(buffers=buffers or (), buffer_seq_dims=buffer_seq_dims or (), no_restore_buffers=kept)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

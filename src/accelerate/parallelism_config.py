@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -34,6 +35,41 @@ _HANDLERS = {
     MeshAxis.PP: TorchPipelineParallelConfig,
 }
 _PREFIX = "PARALLELISM_CONFIG_"
+
+
+class _Sizes(MutableMapping[str, int]):
+    """Live view of the `<axis>_size` attributes of a config, by axis; setting a further name adds an axis."""
+
+    def __init__(self, config: ParallelismConfig) -> None:
+        self._config = config
+
+    def __getitem__(self, axis: str) -> int:
+        if axis not in set(self):
+            raise KeyError(axis)
+        size: int = getattr(self._config, f"{axis}_size")
+        return size
+
+    def __setitem__(self, axis: str, size: int) -> None:
+        if axis not in set(self):
+            self._config.__dict__[_ADDED] = (*self._config.__dict__.get(_ADDED, ()), axis)
+        setattr(self._config, f"{axis}_size", size)
+
+    def __delitem__(self, axis: str) -> None:
+        raise TypeError(f"The axis {axis!r} of a ParallelismConfig cannot be removed. Set its size to 1.")
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._config.__dict__.get(_ADDED, ())
+        yield from (axis.value for axis in MeshAxis)
+
+    def __len__(self) -> int:
+        return len(list(self))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+_ADDED = "_added_axes"
+"""The entry of a config's namespace that names the axes that other libraries added to it."""
 
 
 @dataclass
@@ -115,6 +151,33 @@ class ParallelismConfig:
                     f"options of this axis. Write {name}={kind.__name__}(...), or leave it out."
                 )
 
+    # Names with an underscore up to `_validate_accelerator`: other libraries call, wrap and replace them.
+
+    @property
+    def _sizes(self) -> MutableMapping[str, int]:
+        return _Sizes(self)
+
+    @_sizes.setter
+    def _sizes(self, sizes: Mapping[str, int]) -> None:
+        self._sizes.update(sizes)
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        if parallelism not in self._sizes:
+            raise ConfigurationError(
+                f"There is no axis {parallelism!r} in a ParallelismConfig. Write one of {', '.join(self._sizes)}."
+            )
+        self._sizes[parallelism] = size
+
+    def _get_mesh(self) -> tuple[()] | tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the axes in use and their sizes, outermost first; nothing without axes."""
+        used = {axis: size for axis, size in self._sizes.items() if size > 1}
+        return (tuple(used), tuple(used.values())) if used else ()
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Check the sizes against a run; every `Accelerator` calls this after `fit` has checked its own."""
+        if accelerator.parallelism_config is not self:
+            self.fit(accelerator.num_processes)
+
     def _size(self, axis: MeshAxis) -> int:
         size: int = getattr(self, f"{axis}_size")
         return size
@@ -155,12 +218,12 @@ class ParallelismConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """Return the number of ranks along each axis, by its name, outermost first."""
-        return {axis.value: self._size(axis) for axis in MeshAxis}
+        return dict(self._sizes)
 
     @property
     def total_size(self) -> int:
         """Return the number of processes that the sizes call for."""
-        return prod(self._size(axis) for axis in MeshAxis)
+        return prod(self._sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
@@ -238,7 +301,9 @@ class ParallelismConfig:
         if self.sp_enabled and self.sp_backend == "deepspeed":
             return None  # DeepSpeed makes its own groups
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
-        return build_mesh(device_type, self.sizes, joined)
+        # Read through the method, because a library that adds an axis also decides where it is.
+        axes, sizes = self._get_mesh() or ((), ())
+        return build_mesh(device_type, dict(zip(axes, sizes, strict=True)), joined)
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Return the mesh, made on first use.

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 
 from accelerate._base.enums import DistributedType
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, UsageError
 from accelerate._base.imports import is_deepspeed_available, is_fp8_available
 from accelerate._base.lazy import attach_passing_names
 from accelerate.config import env
 from accelerate.config.env import get_int_from_env, parse_choice_from_env, parse_flag_from_env
 from accelerate.devices import registry as devices
+from accelerate.parallel.mesh import axis_rank
 from accelerate.runtime import current, process_control, process_group
+from accelerate.runtime import start as starting
 from accelerate.runtime.gradient_clock import GradientState
 from accelerate.runtime.process_control import do_nothing
-from accelerate.runtime.start import start
 from accelerate.session.setup import PROCESS_FACTS, SWITCHED_ON, RunSettings, check_agreement, start_run
 from accelerate.strategies.base import EngineRequest
 
@@ -78,6 +79,33 @@ class View(Generic[T]):
 
     def __set__(self, instance: object, value: T) -> None:
         setattr(self._holder(instance), self._name, value)
+
+
+class AxisRank:
+    """An attribute that shows the rank of this process along an axis of the owner's mesh.
+
+    Args:
+        axis: Its name in the mesh.
+        description: What it is, for readers of the documentation.
+    """
+
+    def __init__(self, axis: str, description: str) -> None:
+        self.__doc__ = description
+        self._axis = axis
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> AxisRank: ...
+    @overload
+    def __get__(self, instance: Any, owner: type) -> int: ...
+    def __get__(self, instance: Any, owner: type) -> AxisRank | int:
+        if instance is None:
+            return self
+        if instance.parallelism_config is None:
+            raise UsageError(
+                f"The rank along {self._axis!r} was asked for, but this Accelerator has no parallelism_config, so there "
+                "are no axes. Pass parallelism_config=ParallelismConfig(...)."
+            )
+        return axis_rank(instance.torch_device_mesh, self._axis)
 
 
 class ThreadLocalSharedDict(threading.local):
@@ -215,13 +243,19 @@ class PartialState(ProcessControl):
         self.__dict__ = self._shared_state
         if not self.initialized:
             kwargs.pop("_from_accelerator", None)
-            start(cpu=cpu, group_options=kwargs)
+            starting.start(cpu=cpu, group_options=kwargs, choose_group=choose_group)
         self.fork_launched = env.flag("FORK_LAUNCHED")
 
     @property
     def initialized(self) -> bool:
         """Return whether this process was started since the last reset."""
         return self._shared_state != {}
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Choose the backend of the process group and the label of the run; other libraries replace this method."""
+        return starting.choose_group(cpu, backend)
 
     @property
     def default_device(self) -> torch.device:
@@ -285,6 +319,11 @@ class PartialState(ProcessControl):
         )
 
 
+def choose_group(cpu: bool, backend: str | None) -> tuple[str | None, DistributedType]:
+    """Return what `PartialState._prepare_backend` chooses, before there is a state."""
+    return PartialState._prepare_backend(PartialState.__new__(PartialState), cpu, False, backend)
+
+
 class AcceleratorState(ProcessControl):
     """The facts of `PartialState`, the number format and the engines of the run; one set of values per process.
 
@@ -339,7 +378,8 @@ class AcceleratorState(ProcessControl):
                 torch_tp_plugin=torch_tp_plugin,
                 group_options=kwargs,
                 **({"dynamo": dynamo_plugin} if dynamo_plugin is not None else {}),
-            )
+            ),
+            choose_group,
         )
 
     @property

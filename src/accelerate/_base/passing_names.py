@@ -1,6 +1,7 @@
 """Public names that programs import from modules that only use them, as `from accelerate.accelerator import DistributedType`.
 
-Module -> where the names are public -> the names. It is read with the first such name that somebody asks for.
+Module -> home of the names -> the names. Imported when the first such name is read. Private names are here because
+other libraries read them.
 """
 
 PASSING_NAMES = {
@@ -79,6 +80,7 @@ PASSING_NAMES = {
         ),
     },
     "accelerate.hooks": {
+        "accelerate.hooks.base": "_accelerate_added_attributes",
         "accelerate.state": "PartialState",
         "accelerate.utils": (
             "PrefixedDataset clear_device_cache find_device get_non_persistent_buffers is_mlu_available "
@@ -152,6 +154,7 @@ PASSING_NAMES = {
     },
     "accelerate.utils.fsdp_utils": {
         "accelerate.logging": "get_logger",
+        "accelerate.strategies.fsdp.public": "_get_model_state_dict _set_model_state_dict",
         "accelerate.utils": (
             "FSDP_MODEL_NAME OPTIMIZER_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME get_module_children_bottom_up "
             "get_module_class_from_name get_non_persistent_buffers is_compiled_module is_peft_model is_torch_version "
@@ -177,6 +180,8 @@ PASSING_NAMES = {
         ),
     },
     "accelerate.utils.modeling": {
+        "accelerate.offload.memory": "logger",
+        "accelerate.offload.tensors:resolve_dtype": "_get_proper_dtype",
         "accelerate.state": "AcceleratorState",
         "accelerate.utils": (
             "AutocastKwargs CustomDtype DistributedType SAFE_WEIGHTS_NAME WEIGHTS_NAME clear_device_cache "
@@ -216,3 +221,19 @@ PASSING_NAMES = {
         "accelerate.utils": "STR_OPERATION_TO_FUNC",
     },
 }
+
+NEVER_CALLED = (
+    "CustomArgumentParser PrepareForLaunch TorchTensorParallelPlugin apply_fp8_autowrap calculate_maximum_sizes "
+    "check_os_kernel convert_dict_to_env_variables convert_outputs_to_fp32 copy_tensor_to_devices "
+    "deepspeed_required ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names "
+    "fsdp2_switch_optimizer_parameters get_cpu_distributed_information get_current_device_type get_data_structure "
+    "get_fsdp2_grad_scaler get_grad_scaler get_int_from_env get_mixed_precision_context_manager "
+    "get_module_children_bottom_up get_pretty_name id_tensor_storage initialize_tensors is_bf16_available "
+    "is_bitsandbytes_multi_backend_available is_lomo_available is_megatron_lm_available is_numpy_available "
+    "is_rocm_available is_sagemaker_available is_torch_distributed_available is_tqdm_available "
+    "is_weights_only_available listify load_accelerator_state load_custom_state load_fsdp_model "
+    "load_fsdp_optimizer parse_choice_from_env parse_flag_from_env prepare_deepspeed_cmd_env "
+    "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu recursive_getattr release_memory "
+    "save_accelerator_state save_custom_state save_fsdp_model save_fsdp_optimizer slice_tensors"
+)
+"""Functions and classes among these names that no code of this package uses, so that replacing one has no effect."""

@@ -184,9 +184,14 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
+_accelerate_added_attributes = ["to", *(backend.type for backend in registry.VENDORS)]
+"""The methods that `dispatch_model` replaces on a model; other libraries read this list."""
+
+
 def device_methods() -> list[str]:
     """Return the names of the methods that move a module: `to`, and one for every kind of hardware."""
-    return ["to", *(backend.type for backend in registry.all_backends())]
+    registered = (backend.type for backend in registry.all_backends())
+    return list(dict.fromkeys((*_accelerate_added_attributes, *registered)))
 
 
 class LayerwiseCastingHook(ModelHook):

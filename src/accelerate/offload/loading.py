@@ -44,7 +44,7 @@ from accelerate.offload.weight_files import checkpoint_files, raw_path, save_off
 from accelerate.runtime import current
 from accelerate.runtime.atomic import atomic_file
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")  # programs filter this name
 
 COMPILED = "_orig_mod."
 """What a compiler's shell adds to the names inside it; the weights are those of the model without it."""

@@ -20,7 +20,7 @@ from accelerate.devices.base import DeviceBackend
 from accelerate.offload.places import DISK, HOST
 from accelerate.offload.tensors import ModuleTree, TreeNode, as_class_names, is_splittable, parts_of, resolve_dtype
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")  # programs filter this name
 
 Dtype: TypeAlias = str | torch.dtype | CustomDtype
 

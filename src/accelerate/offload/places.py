@@ -15,7 +15,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import number_in
 from accelerate.devices import registry
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")  # programs filter this name
 
 Place: TypeAlias = int | str | torch.device
 """A device index, a device, `"cpu"` or `"disk"`."""

@@ -39,7 +39,7 @@ from accelerate.offload.tensors import (
     parts_of,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")  # programs filter this name
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 

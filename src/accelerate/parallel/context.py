@@ -25,8 +25,8 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 def split_sequences(
     mesh: DeviceMesh,
     buffers: Sequence[torch.Tensor],
-    dims: Sequence[int],
-    no_restore: Iterable[torch.Tensor] = (),
+    buffer_seq_dims: Sequence[int],
+    no_restore_buffers: Iterable[torch.Tensor] = (),
     exchange: str = "allgather",
 ) -> Iterator[None]:
     """Cut tensors to this rank's part of the sequence, and let attention inside see the keys and values of all ranks.
@@ -34,18 +34,18 @@ def split_sequences(
     Args:
         mesh: The axis of context parallelism alone.
         buffers: What has a dimension for the sequence: tokens, labels, positions. Cut in place, and restored after.
-        dims: That dimension in each of them.
-        no_restore: Buffers that nobody needs whole afterwards.
+        buffer_seq_dims: That dimension in each of them.
+        no_restore_buffers: Buffers that may stay cut afterwards.
         exchange: How torch's own attention passes keys and values around, where the hardware has it: "allgather",
             "alltoall".
 
     Raises:
         ConfigurationError: If a buffer has no such dimension, or a sequence cannot be cut into equal parts.
     """
-    kept = {id(buffer) for buffer in no_restore}
-    _check(buffers, dims, kept, mesh.size())
+    kept = {id(buffer) for buffer in no_restore_buffers}
+    _check(buffers, buffer_seq_dims, kept, mesh.size())
     if not registry.get(mesh.device_type).splits_attention:
-        with _cut(mesh, buffers, dims, kept), GatheredAttention(mesh.get_group()):
+        with _cut(mesh, buffers, buffer_seq_dims, kept), GatheredAttention(mesh.get_group()):
             yield
         return
     # torch's own context (2.9 to 2.13), which reorders sequences, and is right with the attention kernels of CUDA alone.
@@ -53,7 +53,7 @@ def split_sequences(
 
     set_context_rotation(exchange)
     left = {buffer for buffer in buffers if id(buffer) in kept}
-    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=left):
+    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(buffer_seq_dims), no_restore_buffers=left):
         yield
 
 

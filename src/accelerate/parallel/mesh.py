@@ -20,15 +20,15 @@ def build_mesh(device_type: str, sizes: Mapping[str, int], joined: Mapping[str, 
     """Make the mesh of all ranks; None if no axis is longer than 1.
 
     Args:
-        sizes: Ranks along each axis; axes of one rank are left out.
+        sizes: Ranks along each axis, outermost first; axes of one rank are left out.
         joined: Further names, each for the axes that it joins into one; a name for no axis is left out.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    axes = tuple(axis.value for axis in MeshAxis if sizes.get(axis, 1) > 1)
-    if not axes:
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    if not used:
         return None
-    mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in axes), mesh_dim_names=axes)
+    mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
     for name, parts in joined.items():
         if parts:
             flatten_mesh(mesh[tuple(parts)], name)

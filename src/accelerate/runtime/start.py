@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -20,14 +20,39 @@ from accelerate.runtime import current, process_group, rank_sources
 from accelerate.runtime.current import Runtime, Topology
 from accelerate.runtime.torch_private import NEWEST_TESTED_TORCH
 
+GroupChoice = Callable[[bool, str | None], tuple[str | None, DistributedType]]
+"""Choose the backend of the process group and the label of the run, given `cpu` and the backend asked for."""
 
-def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, together: bool = False) -> Runtime:
+
+def choose_group(cpu: bool, wanted: str | None) -> tuple[str | None, DistributedType]:
+    """Return the backend of the process group, None without a group, and the label of the run.
+
+    Args:
+        cpu: Use the CPU though an accelerator may be there.
+        wanted: The backend that was asked for.
+    """
+    backend = choose_backend(cpu).value
+    if expected_topology(backend).world_size > 1:
+        existing = str(dist.get_backend()) if dist.is_available() and dist.is_initialized() else None
+        return wanted or existing or backend.group_backend, backend.label
+    # Programs ask by this label whether they are on XLA devices, also for one.
+    return None, backend.label if backend.records_operations else DistributedType.NO
+
+
+def start(
+    *,
+    cpu: bool = False,
+    group_options: Mapping[str, Any] | None = None,
+    together: bool = False,
+    choose_group: GroupChoice = choose_group,
+) -> Runtime:
     """Start this process and return its runtime; a process that is started already keeps what it has.
 
     Args:
         cpu: Use the CPU though an accelerator may be there.
         group_options: Arguments of `torch.distributed.init_process_group`; None values count as not given.
         together: Drive all devices from this process, where the hardware has that.
+        choose_group: Returns backend and label; without a backend this process runs alone.
     """
     found = current.active()
     if found is not None:
@@ -40,10 +65,13 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, 
     topology = expected_topology(backend)
     if topology.rank == 0:
         _report_untested_torch()
+    options["backend"], label = choose_group(cpu, options.get("backend"))
+    if options["backend"] is None and topology.world_size > 1:
+        topology = Topology(source=f"a run labelled {label.value}")
     device = _choose_device(backend, topology)
     for name, value in backend.process_variables:
         env.put(name, value)
-    group = _join(topology, backend, device, options) if topology.world_size > 1 else {"backend": None}
+    group = _join(topology, device, options) if topology.world_size > 1 else {"backend": None}
     group_backend = group["backend"]
     backend.set_device(device)
     if group_backend is not None and device.type == registry.get("cpu").type:
@@ -61,8 +89,7 @@ def start(*, cpu: bool = False, group_options: Mapping[str, Any] | None = None, 
         _cpu=cpu,
         debug=env.flag("ACCELERATE_DEBUG_MODE"),
         device=device,
-        # Programs ask by this label whether they are on XLA devices, also for one.
-        distributed_type=backend.label if started.is_distributed or backend.records_operations else DistributedType.NO,
+        distributed_type=label,
         fork_launched=env.flag("FORK_LAUNCHED"),
         local_process_index=topology.local_rank,
         num_processes=topology.world_size,
@@ -124,27 +151,26 @@ def _choose_device(backend: DeviceBackend, topology: Topology) -> torch.device:
     return backend.device(topology.local_rank if topology.world_size > 1 else None)
 
 
-def _join(topology: Topology, backend: DeviceBackend, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
+def _join(topology: Topology, device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """Make the process group, or check that the one that is there fits, and return its facts."""
-    wanted = options.pop("backend", None)
+    wanted: str = options.pop("backend")
     if dist.is_initialized():
         have = str(dist.get_backend())
-        if wanted is not None and wanted not in have:
+        if wanted not in have:
             raise ConfigurationError(
                 f"The backend {wanted!r} was asked for, but the process group of this program uses {have!r}. "
                 f"Leave the backend out, or pass backend={wanted!r} where the group is made."
             )
         return {"backend": have}
-    chosen: str = wanted or backend.group_backend
     if topology.init_method is None:
         rank_sources.publish(topology)
     else:
         options.setdefault("init_method", topology.init_method)
         options.update(rank=topology.rank, world_size=topology.world_size)
-    if chosen == "nccl":
+    if wanted == "nccl":
         options.setdefault("timeout", timedelta(minutes=10))
         options.setdefault("device_id", device)
-    return {"backend": chosen, **process_group.join(chosen, topology, options)}
+    return {"backend": wanted, **process_group.join(wanted, topology, options)}
 
 
 def _share_cores(topology: Topology) -> None:

@@ -34,7 +34,7 @@ from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
 from accelerate.runtime.gradient_clock import GradientState
-from accelerate.runtime.start import choose_backend, expected_topology, start
+from accelerate.runtime.start import GroupChoice, choose_backend, choose_group, expected_topology, start
 from accelerate.strategies import registry as strategies
 from accelerate.strategies.base import EngineRequest, Strategy, StrategyContext
 
@@ -268,8 +268,11 @@ def parallelism_from_environment() -> ParallelismConfig | None:
     return ParallelismConfig() if env.flag("ACCELERATE_USE_PARALLELISM_CONFIG") else None
 
 
-def start_run(options: RunSettings) -> Run:
+def start_run(options: RunSettings, choose_group: GroupChoice = choose_group) -> Run:
     """Start this process unless it is, choose the strategy and the precision, and fill `AcceleratorState`.
+
+    Args:
+        choose_group: Returns the backend of the process group and the label of the run.
 
     Raises:
         ConfigurationError: If the options cannot work here, or contradict those of an earlier run of this process.
@@ -299,7 +302,8 @@ def start_run(options: RunSettings) -> Run:
     asked = resolve_precision(options.mixed_precision)
     if (shared["_mixed_precision"] if shared else asked.value) == "fp8":
         options.handlers.choose_fp8_recipe()
-    runtime = start(cpu=cpu, group_options=options.group_options, together=request.parallelism is not None)
+    together = request.parallelism is not None
+    runtime = start(cpu=cpu, group_options=options.group_options, together=together, choose_group=choose_group)
     chosen = strategies.select(request, runtime)
     precision_name = Choice(shared["_mixed_precision"], asked.reason) if shared else _on_device(asked, runtime)
     if not shared:
@@ -321,9 +325,9 @@ def start_run(options: RunSettings) -> Run:
         runtime,
         precision,
         options.dynamo,
+        ddp=options.handlers.ddp_handler or DistributedDataParallelKwargs(),
         parallelism=request.parallelism,
         fsdp=shared["fsdp_plugin"],
-        **({"ddp": options.handlers.ddp_handler} if options.handlers.ddp_handler is not None else {}),
     )
     reasons = {"device": runtime.reason, "strategy": chosen.reason, "precision": precision_name.reason}
     _LOG.debug("device %s, strategy %s, precision %s: %s", runtime.device, chosen.value.name, precision.name, reasons)

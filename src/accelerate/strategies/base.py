@@ -11,6 +11,7 @@ The way of a strategy through a run:
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -166,6 +167,19 @@ class PreparedTogether:
     schedulers: tuple[Any, ...]
 
 
+class Owner:
+    """Weak reference that can be pickled together with its object: an `Accelerator` is freed as soon as nothing uses it."""
+
+    def __init__(self, owner: object) -> None:
+        self._reference = weakref.ref(owner)
+
+    def __call__(self) -> Any:
+        return self._reference()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self(),)
+
+
 @dataclass(frozen=True)
 class StrategyContext:
     """What a strategy works with: the process, the number format and the user's options."""
@@ -176,6 +190,8 @@ class StrategyContext:
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     parallelism: ParallelismConfig | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
+    accelerator: Owner | None = None
+    """Refers to the `Accelerator` of the run, which functions expect that other libraries replace."""
 
 
 class Strategy:
@@ -191,6 +207,8 @@ class Strategy:
     caps: ClassVar[Capabilities] = Capabilities()
     placeholders: ClassVar[Mapping[type, str]] = {}
     """Further classes that `prepare` takes for an "optimizer", a "scheduler" or a "loader"."""
+    prepare_method: ClassVar[str | None] = None
+    """The method of `Accelerator` that prepares for this strategy, where other libraries replace it."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context

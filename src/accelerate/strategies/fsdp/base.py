@@ -62,7 +62,7 @@ class FSDPStrategy(Strategy):
         a compiled block is sharded as one, and the exchange of weights stays outside of it. Sharding places the
         weights, so the whole model is never moved to a device; it also serves evaluation.
         """
-        shard: tuple[Step, ...] = (self.wrap,)
+        shard: tuple[Step, ...] = (self.shard,)
         if not self.runtime.is_distributed:
             shard = (self.place,) if place else ()
         return (
@@ -74,6 +74,10 @@ class FSDPStrategy(Strategy):
             *shard,
             self.compile_whole,
         )
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model; version 2 does so through a function that programs may replace."""
+        return self.wrap(model)
 
     def raise_precision(self, model: nn.Module) -> nn.Module:
         """Keep the weights that are trained in float32 where a smaller format only computes."""

@@ -13,10 +13,11 @@ from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.offload.tensors import move_module
-from accelerate.parallel.mesh import build_mesh, has_axis, submesh
+from accelerate.parallel.mesh import build_mesh, submesh
 from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
 from accelerate.strategies.base import Step
 from accelerate.strategies.broadcast_weights import WeightBroadcast, require_memory
+from accelerate.strategies.fsdp import public
 from accelerate.strategies.fsdp.base import FSDPStrategy, ignored_modules, unit_names
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class FSDP2Strategy(FSDPStrategy):
 
     name: ClassVar[str] = "fsdp2"
     version: ClassVar[int] = 2
+    prepare_method: ClassVar[str | None] = "_prepare_fsdp2"
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -35,10 +37,10 @@ class FSDP2Strategy(FSDPStrategy):
         layout, device = self.context.parallelism, self.runtime.device.type
         whole = None if layout is None else layout.get_device_mesh(device)
         if layout is None or whole is None:
-            mesh = build_mesh(device, {MeshAxis.DP_SHARD: self.runtime.world_size}, {})
+            mesh = build_mesh(device, {MeshAxis.DP_SHARD.value: self.runtime.world_size}, {})
             assert mesh is not None, "one process has no mesh"
             return mesh
-        if has_axis(whole, MeshAxis.DP_SHARD) or has_axis(whole, MeshAxis.CP):
+        if layout.dp_shard_cp_dim_names:
             return submesh(whole, *layout.fsdp_dim_names)
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -65,6 +67,11 @@ class FSDP2Strategy(FSDPStrategy):
         if not model_has_dtensor(model):
             WeightBroadcast(model, self.runtime.device).send_all()
         return model
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model through the public function, which other libraries replace."""
+        owner = self.context.accelerator
+        return public.fsdp2_prepare_model(None if owner is None else owner(), model)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the blocks that the plugin selects, then what is left of the model; it stays the same object."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from accelerate.parallel.unwrap import (
 from accelerate.runtime.atomic import atomic_file
 from accelerate.strategies.broadcast_weights import broadcast_state
 from accelerate.strategies.fsdp.base import (
+    FULL,
     LOCAL,
     SHARDED,
     block_names,
@@ -45,6 +46,9 @@ from accelerate.strategies.sharded_state import (
     write_shards,
 )
 from accelerate.strategies.tools import gather_full, local
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 FilePath = str | os.PathLike[str]
 
@@ -73,10 +77,9 @@ def save_fsdp_model(
         use_dcp: Write shards with torch.distributed.checkpoint, which can load them on any number of processes;
             otherwise in one file a rank.
     """
-    state = model_state(model)
-    if adapter_only and is_peft_model(model):
-        state = _adapter_state_dict(model, state)
-    files = _StateFiles(Path(output_dir), FSDP_MODEL_NAME, model_index, state_dict_kind(fsdp_plugin), use_dcp)
+    kind = state_dict_kind(fsdp_plugin)
+    state = _get_model_state_dict(model, adapter_only, _state_options(kind))
+    files = _StateFiles(Path(output_dir), FSDP_MODEL_NAME, model_index, kind, use_dcp)
     files.write(state, "model")
     accelerator.wait_for_everyone()
 
@@ -94,21 +97,70 @@ def load_fsdp_model(
 
     A full state dict is read by the first rank and sent to the others.
     """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     accelerator.wait_for_everyone()
-    files = _StateFiles(Path(input_dir), FSDP_MODEL_NAME, model_index, state_dict_kind(fsdp_plugin), use_dcp)
-    names = _adapter_names(model) if adapter_only and is_peft_model(model) else None
-    if files.is_by_rank:
-        present = model_state(model)
-        own = names or {name: name for name in present}
-        filled = _fill_local({name: present[inner] for name, inner in own.items()}, _load(files.of_rank))
-        state = {own[name]: value for name, value in filled.items()}
-        result = set_model_state_dict(model, state, options=StateDictOptions(strict=names is None))
-    else:
-        result = load_model_state(model, files.read(), strict=names is None, names=names)
+    kind = state_dict_kind(fsdp_plugin)
+    files = _StateFiles(Path(input_dir), FSDP_MODEL_NAME, model_index, kind, use_dcp)
+    saved = _LocalShards(_load(files.of_rank)) if files.is_by_rank else files.read()
+    result = _set_model_state_dict(model, saved, adapter_only, _state_options(kind))
     accelerator.wait_for_everyone()
     return result
+
+
+def _state_options(kind: str) -> StateDictOptions:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(full_state_dict=kind == FULL, broadcast_from_rank0=kind == FULL, cpu_offload=kind == FULL)
+
+
+def _get_model_state_dict(
+    model: nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
+) -> StateDict:
+    """Return the weights that `save_fsdp_model` writes; other libraries wrap this function.
+
+    Args:
+        adapter_only: Of a PEFT model, return the adapter only.
+        sd_options: `full_state_dict=True` gives full weights on the first rank and nothing on the others.
+    """
+    state = model_state(model)
+    if adapter_only and is_peft_model(model):
+        state = _adapter_state_dict(model, state)
+    if sd_options is not None and sd_options.full_state_dict:
+        return gather_full(state, keep=_rank() == 0)
+    return state
+
+
+def _set_model_state_dict(
+    model: nn.Module,
+    state_dict: ShardFolder | StateDict,
+    adapter_only: bool = False,
+    sd_options: StateDictOptions | None = None,
+) -> Any:
+    """Restore what `load_fsdp_model` has read, and return the keys that did not match; other libraries wrap this function.
+
+    Args:
+        state_dict: Full weights that the first rank has, a folder of shards, or the shards of this rank.
+        adapter_only: Of a PEFT model, restore the adapter only.
+        sd_options: Accepted because callers pass it: the kind of `state_dict` decides how it is restored.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    names = _adapter_names(model) if adapter_only and is_peft_model(model) else None
+    is_by_rank = isinstance(state_dict, _LocalShards)
+    if isinstance(state_dict, ShardFolder) or not (
+        is_by_rank or any(isinstance(value, DTensor) for value in state_dict.values())
+    ):
+        return load_model_state(model, state_dict, strict=names is None, names=names)
+    present = model_state(model)
+    own = names or {name: name for name in present}
+    filled = state_dict
+    if is_by_rank:
+        filled = _fill_local({name: present[inner] for name, inner in own.items()}, state_dict)
+    state = {own[name]: value for name, value in filled.items()}
+    return set_model_state_dict(model, state, options=StateDictOptions(strict=names is None))
+
+
+class _LocalShards(dict[str, Any]):
+    """The shards of one rank as plain tensors, by name."""
 
 
 def save_fsdp_optimizer(
