@@ -396,6 +396,20 @@ def _device(what: str, options: Mapping[str, Any]) -> str:
     return "none" if what == "param" and options["zero_stage"] != 3 else str(options[f"offload_{what}_device"])
 
 
+def merge_entries(config: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Put further entries into a configuration, in place of what it says about them."""
+    for name, value in entries.items():
+        if isinstance(value, Mapping) and isinstance(config.get(name), dict):
+            merge_entries(config[name], value)
+        else:
+            config[name] = copy.deepcopy(value)
+
+
+def entry_facts(entries: Mapping[str, Any], origin: str) -> dict[str, Fact]:
+    """Return what further entries say, by dotted names."""
+    return {".".join(path): Fact(value, origin) for path, value in _leaves(entries)}
+
+
 def add_missing(config: dict[str, Any], facts: Mapping[str, Fact]) -> list[str]:
     """Write what is said elsewhere into entries that a configuration leaves out, and return their names."""
     missing = {
@@ -441,6 +455,8 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
     """
     given = {name: Fact(run[name], run.origin(name)) for name in PLACES if run.is_given(name) and run[name] is not None}
     said = {PLACES[name]: fact for name, fact in given.items() if fact.value != AUTO}
+    entries = run["deepspeed_entries"] or {}
+    said |= entry_facts(entries, run.origin("deepspeed_entries"))
     facts = {PLACES[name]: Fact(value, "default", binding=False) for name, value in _FALLBACKS.items()} | said
     if run.is_given("mixed_precision"):
         facts |= precision_facts(run["mixed_precision"], run.origin("mixed_precision"))
@@ -448,6 +464,7 @@ def explain_launch(run: RunConfig) -> list[tuple[str, Any, str]]:
     if path in (None, "", "none"):
         place, options = "default", {**dict.fromkeys(PLACES, AUTO), **_FALLBACKS}
         config = from_options(options | {name: fact.value for name, fact in given.items()})
+        merge_entries(config, entries)
         check(config, "The options of this launch")
         for name, fact in facts.items():
             if look_up(config, name) == fact.value:

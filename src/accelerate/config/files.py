@@ -299,11 +299,20 @@ def _read_entry(key: str, value: Any, place: str, on_sagemaker: bool) -> Iterato
             f"Write `{key}:` and below it, indented, lines such as `{section_keys(key)[0]}: ...`."
         )
     prefix, known = _sections()[key]
+    section = next(section for section in SECTIONS if section.file_key == key)
+    rest: dict[str, Any] = {}
     for inner, entry in value.items():
         inner_option = known.get(inner) or known.get(f"{prefix}{inner}")
+        if inner_option is None and inner in section.rest_keys():
+            rest[inner] = entry
+            continue
         if inner_option is None:
-            raise _unknown(place, inner, known, section=key)
+            raise _unknown(place, inner, [*known, *section.rest_keys()], section=key)
         yield inner_option.name, FileValue(_load(inner_option, entry, place, f"{key}.{inner}"), f"{key}.{inner}")
+    if rest and section.rest is not None:
+        given = value.get(section.rest) or {}
+        keys = ", ".join(f"{key}.{inner}" for inner in rest)
+        yield section.rest, FileValue(_load(known[section.rest], {**given, **rest}, place, keys), keys)
 
 
 def _unknown(place: str, key: str, known: Iterable[str], section: str | None = None) -> ConfigurationError:

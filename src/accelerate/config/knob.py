@@ -189,6 +189,21 @@ REPEATED: Codec[list[str]] = Codec(
 )
 
 
+def _parse_object(text: str) -> dict[str, Any]:
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{shown(text)} is not an object")
+    return found
+
+
+JSON_OBJECT: Codec[dict[str, Any]] = Codec(
+    parse=_parse_object,
+    format=json.dumps,
+    meaning="a JSON object",
+    adopt=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+
+
 def member_of(enum: type[E], *, upper: bool = False) -> Codec[E]:
     """Make the codec of an enum, written by value.
 
@@ -399,6 +414,7 @@ class LaunchSection:
         variables: What stands before an option's name in the name of its variable; None where each one says its own.
         reader: Who reads the options in the launching process.
         only_if: Says, from the values of all options, whether those of the section mean anything.
+        rest: The option that holds, by key, what else the dictionary of a file may contain; None where that is nothing.
     """
 
     title: ClassVar[str] = "options"
@@ -409,6 +425,12 @@ class LaunchSection:
     variables: ClassVar[str | None] = None
     reader: ClassVar[Reader | None] = None
     only_if: ClassVar[Condition | None] = None
+    rest: ClassVar[str | None] = None
+
+    @classmethod
+    def rest_keys(cls) -> tuple[str, ...]:
+        """Return the keys that `rest` may hold."""
+        return ()
 
 
 @dataclass

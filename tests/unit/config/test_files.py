@@ -30,6 +30,7 @@ def write(folder: Path, content: dict[str, Any] | str, name: str = "config.yaml"
 
 # A value that is not the default, for each key.
 SAMPLES: dict[str, Any] = {
+    "deepspeed_entries": {"aio": {"block_size": 7}},
     "mixed_precision": "bf16",
     "gpu_ids": "0,1",
     "main_process_ip": "10.0.0.1",

@@ -18,7 +18,9 @@ from accelerate.config.deepspeed import (
     Fact,
     add_missing,
     check_against,
+    entry_facts,
     from_options,
+    merge_entries,
     read,
     refuse_doubles,
 )
@@ -164,6 +166,11 @@ class DeepSpeedPlugin(Settings):
             origin = f"DeepSpeedPlugin({name}={given!r})" if given is not None else f"the variable {declared.env}"
             if value is not None and value != AUTO:
                 self._facts[key] = Fact(value, origin)
+        # Entries that the launcher's file holds next to its options.
+        declared = knobs(DeepSpeedOptions)["deepspeed_entries"]
+        self._entries: dict[str, Any] = declared.resolve(None) or {}
+        self._entries_place = str(declared.env)
+        self._facts = entry_facts(self._entries, f"the variable {declared.env}") | self._facts
         super().__post_init__()
 
     def normalise(self) -> None:
@@ -174,7 +181,14 @@ class DeepSpeedPlugin(Settings):
         self._filled: tuple[dict[str, Any], dict[str, Any]] | None = None
         self.dschf: Any = None
         if self.hf_ds_config in (None, "none"):
-            self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
+            config = self._own_config()
+            merge_entries(config, self._entries)
+            self.hf_ds_config = HfDeepSpeedConfig(config)
+            if self._entries:
+                check(config, self._entries_place)
+                check_against(config, self._facts, self._entries_place)
+                for name, key in PLACES.items():
+                    setattr(self, name, self.get_value(key, getattr(self, name)))
             refuse([*wrong_values(self.deepspeed_config)], "DeepSpeedPlugin")
         else:
             self._adopt_config()

@@ -13,6 +13,7 @@ from accelerate._base.constants import (
     FSDP_STATE_DICT_TYPE,
 )
 from accelerate.config.knob import (
+    JSON_OBJECT,
     NAMES,
     NUMBER,
     TEXT_OR_FLAG,
@@ -70,6 +71,14 @@ class DeepSpeedOptions(LaunchSection):
     file_key: ClassVar[str | None] = "deepspeed_config"
     switch: ClassVar[str | None] = "use_deepspeed"
     variables: ClassVar[str | None] = "ACCELERATE_DEEPSPEED_"
+    rest: ClassVar[str | None] = "deepspeed_entries"
+
+    @classmethod
+    def rest_keys(cls) -> tuple[str, ...]:
+        """Return the entries of DeepSpeed's own configuration."""
+        from accelerate.config.deepspeed_rules import ENTRIES  # few files have such keys
+
+        return ENTRIES
 
     deepspeed_config_file: str | None = knob(
         help="JSON file of DeepSpeed's own.",
@@ -145,6 +154,12 @@ class DeepSpeedOptions(LaunchSection):
         codec=NAMES,
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         ask=Ask(optional=True, only_if=_without_file),
+    )
+    deepspeed_entries: dict[str, Any] | None = knob(
+        help="Further entries of DeepSpeed's own configuration, as JSON; a file may hold each under its own key.",
+        codec=JSON_OBJECT,
+        env="ACCELERATE_DEEPSPEED_ENTRIES",
+        shape="none",
     )
 
 
