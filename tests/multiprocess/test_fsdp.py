@@ -294,6 +294,26 @@ def joined_parameters_have_one_group() -> str:
     return refused(lambda: accelerator.prepare(model, optimizer))
 
 
+def frozen_and_trained_parameters_of_one_unit() -> tuple[str, list[bool]]:
+    def adapted() -> Any:
+        model = make_words()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model
+
+    message = refused(lambda: sharding(1, **BY_CLASS, use_orig_params=False).prepare(adapted()))
+    trained = []
+    for options in (
+        {**BY_CLASS, "use_orig_params": True},
+        {"auto_wrap_policy": lambda module: isinstance(module, nn.LayerNorm), "use_orig_params": False},
+        {**BY_CLASS, "use_orig_params": False, "ignored_modules": r".*\.norm"},
+    ):
+        model = sharding(1, **options).prepare(adapted())
+        model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        trained.append(any(parameter.grad is not None for parameter in model.parameters()))
+    return message, trained
+
+
 def weights_must_come_from_somewhere() -> str:
     return refused(lambda: sharding(2).prepare(make_words().to("meta")))
 
@@ -420,6 +440,7 @@ OPTIONS = (
     an_optimizer_may_come_before_its_model,
     an_optimizer_of_replaced_parameters_is_refused,
     joined_parameters_have_one_group,
+    frozen_and_trained_parameters_of_one_unit,
     weights_must_come_from_somewhere,
     ignored_options_are_named,
     version_1_has_no_other_axes,
@@ -457,6 +478,13 @@ def test_what_cannot_work_is_refused() -> None:
     assert all("use_orig_params=True" in text for text in seen(joined_parameters_have_one_group))
     assert all("cpu_ram_efficient_loading=True" in text for text in seen(weights_must_come_from_somewhere))
     assert all("fsdp_version=2" in text for text in seen(version_1_has_no_other_axes))
+
+
+def test_frozen_and_trained_parameters_are_not_joined() -> None:
+    messages, trained = zip(*seen(frozen_and_trained_parameters_of_one_unit), strict=True)
+    assert all("'layers.0.norm.weight'" in text and "use_orig_params=True" in text for text in messages)
+    # A rank may hold no element of a trained parameter.
+    assert [any(ranks) for ranks in zip(*trained, strict=True)] == [True, True, True]
 
 
 def test_options_without_meaning_are_named_once() -> None:

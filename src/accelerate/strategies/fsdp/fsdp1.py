@@ -64,6 +64,30 @@ class FSDP1Strategy(FSDPStrategy):
         axes = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
         return init_device_mesh(device, (world // shards, shards), mesh_dim_names=axes)
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a flat parameter of frozen and trained parameters, such as those of LoRA, which torch cannot train."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        plugin = self.plugin
+        if plugin.use_orig_params or not self.runtime.is_distributed or isinstance(model, FullyShardedDataParallel):
+            return
+        units = unit_names(plugin, model)
+        ignored = {parameter for module in ignored_modules(plugin, model) for parameter in module.parameters()}
+        joined: dict[str, dict[bool, str]] = {}
+        for path, parameter in model.named_parameters():
+            if parameter not in ignored:
+                name = plain_name(path)
+                owner = max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+                joined.setdefault(owner, {}).setdefault(parameter.requires_grad, name)
+        for names in joined.values():
+            if len(names) > 1:
+                raise ConfigurationError(
+                    f"{type(model).__name__} has the frozen parameter {names[False]!r} and the trained parameter "
+                    f"{names[True]!r} in the same FSDP unit, which FSDP 1 cannot join with use_orig_params=False. Set "
+                    "use_orig_params=True or fsdp_version=2, or give the trained modules their own units, as PEFT's "
+                    "fsdp_auto_wrap_policy does."
+                )
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the blocks that the plugin selects, children first, then the model."""
         from torch.distributed.fsdp import FullyShardedDataParallel
