@@ -1,6 +1,6 @@
 """Torch's elastic agent in this process, with what its own launcher does not offer.
 
-The underscored names are those of torch 2.9 to 2.13; nothing else in this package uses them.
+The underscored names are those of torch 2.9 to 2.15; nothing else in this package uses them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Agent(LocalElasticAgent):
             self._exit_barrier()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Torch 2.9 to 2.13 keeps the store that workers of the first attempt met at: those of the next one would find
+        # Torch 2.9 to 2.15 keeps the store that workers of the first attempt met at: those of the next one would find
         # the addresses of the first there, and now and then try to reach them.
         handler = worker_group.spec.rdzv_handler
         for kept in ("_bootstrap_store_info", "_shared_tcp_store_server"):

@@ -108,7 +108,7 @@ class FSDP2Strategy(FSDPStrategy):
     def _check_scaler(self) -> None:
         """Refuse to scale gradients that wait in host memory.
 
-        torch 2.9 to 2.13 copy the scale there without waiting for the copy, and would lose that gradients overflowed.
+        torch 2.9 to 2.15 copy the scale there without waiting for the copy, and would lose that gradients overflowed.
         """
         from torch.distributed.fsdp import CPUOffloadPolicy
 
