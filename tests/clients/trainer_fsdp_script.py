@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from trainer_script import CLIENTS, SAVE_AT, StepCounter, arguments_of, fingerprint, objects_of
-from transformers import Trainer
+from transformers import Trainer, set_seed
 
 import accelerate
 
 BLOCKS = {"bert": "BertLayer", "gpt2": "GPT2Block"}
 
 
-def run_client(name: str, output: Path, version: int, kind: str, resume: bool) -> dict[str, Any]:
+def run_client(name: str, output: Path, version: int, kind: str, resume: bool, evaluates_first: bool) -> dict[str, Any]:
     """Train one client, from the start or from its checkpoint, save its model, and return what can be compared."""
     model, train, evaluation = objects_of(name, resume)
     arguments = arguments_of(
@@ -32,6 +32,9 @@ def run_client(name: str, output: Path, version: int, kind: str, resume: bool) -
     )
     counter = StepCounter()
     trainer = Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=evaluation, callbacks=[counter])
+    if evaluates_first:
+        trainer.evaluate()
+    set_seed(arguments.seed)  # loaders of an evaluation draw from the same random state as dropout
     checkpoint = str(output / name / f"checkpoint-{SAVE_AT}")
     trained = trainer.train(resume_from_checkpoint=checkpoint if resume else None)
     evaluated = trainer.evaluate()
@@ -64,13 +67,15 @@ def main() -> None:
     parser.add_argument("--version", type=int, required=True)
     parser.add_argument("--kind", default="FULL_STATE_DICT")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--evaluate-first", action="store_true")
     options = parser.parse_args()
     results: dict[str, Any] = {
-        name: run_client(name, options.output, options.version, options.kind, options.resume) for name in CLIENTS
+        name: run_client(name, options.output, options.version, options.kind, options.resume, options.evaluate_first)
+        for name in CLIENTS
     }
     state = accelerate.PartialState()
     results["package"] = str(Path(accelerate.__file__).resolve())
-    stage = "resumed" if options.resume else "straight"
+    stage = "resumed" if options.resume else "evaluated" if options.evaluate_first else "straight"
     (options.output / f"{stage}-{state.process_index}.json").write_text(json.dumps(results))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +277,16 @@ def an_optimizer_may_come_before_its_model() -> bool:
     return all(left is right for left, right in zip(own, sharded.parameters(), strict=True))
 
 
-def an_optimizer_of_replaced_parameters_is_refused() -> str:
-    accelerator = sharding(2, **BY_CLASS)
-    model = make_words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accelerator.prepare(model)
-    return refused(lambda: accelerator.prepare(optimizer))
+def an_optimizer_of_replaced_parameters_is_refused() -> list[str]:
+    found = []
+    for name in ("prepare", "prepare_optimizer"):
+        # Parameters of ignored modules are not replaced: they do not make up for the others.
+        accelerator = sharding(2, **BY_CLASS, ignored_modules="layers.0")
+        model = make_words().requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare_model(model)
+        found.append(refused(partial(getattr(accelerator, name), optimizer)))
+    return found
 
 
 def joined_parameters_have_one_group() -> str:
@@ -474,7 +478,8 @@ def test_ties_and_optimizers_are_kept() -> None:
 
 
 def test_what_cannot_work_is_refused() -> None:
-    assert all("replaced them" in text for text in seen(an_optimizer_of_replaced_parameters_is_refused))
+    for both in seen(an_optimizer_of_replaced_parameters_is_refused):
+        assert all("replaced them" in text for text in both)
     assert all("use_orig_params=True" in text for text in seen(joined_parameters_have_one_group))
     assert all("cpu_ram_efficient_loading=True" in text for text in seen(weights_must_come_from_somewhere))
     assert all("fsdp_version=2" in text for text in seen(version_1_has_no_other_axes))

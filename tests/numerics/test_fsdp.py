@@ -10,6 +10,7 @@ import torch
 from tests.support.sharding import (
     BY_CLASS,
     BY_SIZE,
+    STEP_SAMPLES,
     Sharded,
     loss_of,
     make_text,
@@ -18,7 +19,7 @@ from tests.support.sharding import (
     train_words,
     train_words_plainly,
 )
-from tests.support.training import assert_near, group_once
+from tests.support.training import Outcome, assert_near, assert_same_outcome, group_once
 
 pytestmark = pytest.mark.multiprocess
 
@@ -58,6 +59,17 @@ FOUR = {
         {**BY_CLASS, "reshard_after_forward": "HYBRID_SHARD"},
         sizes={"dp_replicate_size": 2, "dp_shard_size": 2},
     ),
+}
+EVALUATED = {
+    "one unit": Sharded(2),
+    "by class": Sharded(2, BY_CLASS),
+    "kept after forward": Sharded(2, {**BY_CLASS, "reshard_after_forward": False}),
+    "version 1": Sharded(1, ORIGINAL),
+}
+WAYS = {
+    "together": lambda accelerator, model, optimizer: accelerator.prepare(model, optimizer)[1],
+    "alone": lambda accelerator, model, optimizer: accelerator.prepare(optimizer),
+    "by its own method": lambda accelerator, model, optimizer: accelerator.prepare_optimizer(optimizer),
 }
 
 
@@ -109,3 +121,41 @@ def test_a_window_is_divided_by_its_own_length() -> None:
             optimizer.zero_grad()
     outcome, _ = group_once(train_all, 2, "two")[0]["2, a short window"]
     near(outcome.weights, model.state_dict(), EXACT)
+
+
+def train_evaluated(case: Sharded, way: str, with_gradients: bool) -> Outcome:
+    """Create the optimizer after a forward pass without a backward pass, and evaluate before gradients are clipped."""
+    accelerator = case.accelerator()
+    model, data = accelerator.prepare_model(make_words(), evaluation_mode=True), make_text()
+    with torch.set_grad_enabled(with_gradients):
+        loss_of(model, *data[:4])
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = WAYS[way](accelerator, model, optimizer)
+    outcome, share = Outcome({}), STEP_SAMPLES // accelerator.num_processes
+    for begin in range(accelerator.process_index * share, len(data), STEP_SAMPLES):
+        loss = loss_of(model, *data[begin : begin + share])
+        accelerator.backward(loss)
+        if case.version == 2:  # version 1 computes the next pass with the weights that this one gathered
+            with torch.set_grad_enabled(with_gradients):
+                loss_of(model, *data[:4])
+        outcome.losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        outcome.rates.append(accelerator.clip_grad_norm_(list(model.parameters()), case.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome.weights = accelerator.get_state_dict(model)
+    return outcome
+
+
+EVALUATIONS = [(name, way, with_gradients) for name in EVALUATED for way in WAYS for with_gradients in (False, True)]
+
+
+def evaluate_all() -> dict[Any, Outcome]:
+    return {key: train_evaluated(EVALUATED[key[0]], *key[1:]) for key in EVALUATIONS}
+
+
+@pytest.mark.parametrize(("name", "way", "with_gradients"), EVALUATIONS)
+def test_an_optimizer_created_after_an_evaluation_trains_every_weight(
+    name: str, way: str, with_gradients: bool
+) -> None:
+    found = group_once(evaluate_all, 2)[0][name, way, with_gradients]
+    assert_same_outcome(found, train_words_plainly(EVALUATED[name].clip, epochs=1), EXACT)

@@ -17,6 +17,8 @@ STOPS_AFTER = 6
 """Micro-batches: one window has closed, and half of the next is summed up."""
 CASES = {
     "2": Sharded(2, BY_CLASS, accumulation=WINDOW),
+    "2, kept after forward": Sharded(2, {**BY_CLASS, "reshard_after_forward": False}, accumulation=WINDOW),
+    "2, one unit": Sharded(2, accumulation=WINDOW),
     "2, bf16": Sharded(2, BY_CLASS, accumulation=WINDOW, precision="bf16"),
     "2, replicas": Sharded(2, BY_CLASS, accumulation=WINDOW, sizes={"dp_replicate_size": 2, "dp_shard_size": 1}),
     "2, activations again": Sharded(2, {**BY_CLASS, "activation_checkpointing": True}, accumulation=WINDOW),
@@ -53,6 +55,8 @@ def train(case: Sharded, folder: str | None, *, resumes: bool = False, blocking:
         done += 1
         if folder is not None and not resumes and done == STOPS_AFTER:
             assert not accelerator.sync_gradients
+            with torch.set_grad_enabled(case.version == 2):  # no backward pass follows in either case
+                loss_of(model, words, following)
             accelerator.save_state(folder, blocking=blocking)
     accelerator.wait_for_save()
     assert done == 3 * WINDOW

@@ -10,7 +10,7 @@ import functools
 import importlib
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -251,14 +251,14 @@ class _OfVersion2(HeldBackGradients):
         # Before torch 2.13 a unit has one group, or None.
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [private(state, "_fsdp_param_group")] if groups is None else groups
-        self._parameters = [parameter for group in groups if group for parameter in private(group, "fsdp_params")]
+        self.entries = [parameter for group in groups if group for parameter in private(group, "fsdp_params")]
 
     def parameters(self) -> list[Any]:
-        return [id(private(parameter, "sharded_param")) for parameter in self._parameters]
+        return [id(private(parameter, "sharded_param")) for parameter in self.entries]
 
     def read(self) -> dict[Any, torch.Tensor]:
         found = {}
-        for key, parameter in zip(self.parameters(), self._parameters, strict=True):
+        for key, parameter in zip(self.parameters(), self.entries, strict=True):
             gradient = vars(parameter).get(_ACCUMULATED)
             if gradient is None:
                 gradient = getattr(_unsharded_parameter(parameter), "grad", None)
@@ -269,7 +269,7 @@ class _OfVersion2(HeldBackGradients):
         return found
 
     def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
-        for key, parameter in zip(self.parameters(), self._parameters, strict=True):
+        for key, parameter in zip(self.parameters(), self.entries, strict=True):
             given = gradients.get(key)
             gradient = None if given is None else given.to(private(parameter, "device"), copy=True)
             vars(parameter).pop(_CREATE_UNSHARDED, None)
@@ -359,6 +359,17 @@ def held_back_gradients(model: torch.nn.Module) -> Iterator[tuple[str, HeldBackG
             yield name, _OfVersion2(unit)
         elif isinstance(unit, FullyShardedDataParallel):
             yield name, _OfVersion1(unit)
+
+
+def sharded_behind(units: Iterable[torch.nn.Module]) -> dict[torch.Tensor, torch.nn.Parameter]:
+    """Return the sharded parameter behind each full one that FSDP 2 registers with the modules while it is gathered.
+
+    torch 2.9 to 2.13 keep the full parameter, without memory, for the next pass, and have no public way from it to the
+    sharded one.
+    """
+    entries = (entry for unit in units for entry in _OfVersion2(unit).entries)
+    found = ((getattr(entry, "_unsharded_param", None), entry.sharded_param) for entry in entries)
+    return {full: sharded for full, sharded in found if full is not None}
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:

@@ -171,19 +171,11 @@ class Preparer:
             return bundle.results()
         if self.run.precision.joins_optimizer:
             self._join(bundle)
-        before = {id(argument): list(argument.given.parameters()) for argument in bundle.of(ObjectKind.MODEL)}
+        given = [argument.given for argument in bundle.of(ObjectKind.OPTIMIZER)]
         for argument in bundle.of(ObjectKind.MODEL):
-            argument.result = self._prepare_checked_model(argument.given, argument.device_placement, evaluation=False)
-        replaced: dict[torch.nn.Parameter, torch.nn.Parameter | None] = {}
-        for argument in bundle.of(ObjectKind.MODEL):
-            replaced |= self.run.strategy.replaced(before[id(argument)], list(argument.result.parameters()))
-        for parameter in replaced:
-            setattr(parameter, _REPLACED, True)
-        if replaced:
-            # Optimizers that were prepared before their model follow it as well.
-            known = [*(argument.given for argument in bundle.of(ObjectKind.OPTIMIZER)), *self.objects.optimizers]
-            inner = (entry.optimizer if isinstance(entry, AcceleratedOptimizer) else entry for entry in known)
-            remap_optimizers({id(optimizer): optimizer for optimizer in inner}.values(), replaced)
+            argument.result = self._prepare_checked_model(
+                argument.given, argument.device_placement, evaluation=False, optimizers=given
+            )
         for argument in bundle.of(ObjectKind.OPTIMIZER):
             argument.result = self.prepare_optimizer(argument.given, argument.device_placement)
         for argument in bundle.of(ObjectKind.LOADER):
@@ -298,21 +290,14 @@ class Preparer:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> None:
         known = {id(parameter) for model in models for parameter in model.parameters()}
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(id(parameter) in known for parameter in own):
+        _refuse_replaced(optimizer)
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
             return
-        name = type(optimizer).__name__
-        if any(hasattr(parameter, _REPLACED) for parameter in own):
-            raise ConfigurationError(
-                f"The parameters of this {name} are not those of its model any more: preparing the model replaced them, "
-                "so it would train nothing. Give both to one prepare(), or build the optimizer from the prepared model's "
-                "parameters."
-            )
         if self.run.runtime.is_distributed and (models or self.run.strategy.caps.replicates):
             warn_once(
-                f"The parameters of this {name} are in no prepared model: until they are, every process trains them on its "
-                "own data, and their gradients are not averaged. Give their model to the same prepare(), or average them "
-                'before each step: `parameter.grad = accelerator.reduce(parameter.grad, "mean")`.',
+                f"The parameters of this {type(optimizer).__name__} are in no prepared model: until they are, every "
+                "process trains them on its own data, and their gradients are not averaged. Give their model to the same "
+                'prepare(), or average them before each step: `parameter.grad = accelerator.reduce(parameter.grad, "mean")`.',
                 stacklevel=5,
             )
 
@@ -327,16 +312,30 @@ class Preparer:
         return self._prepare_checked_model(model, device_placement, evaluation=evaluation)
 
     def _prepare_checked_model(
-        self, model: torch.nn.Module, device_placement: bool | None, *, evaluation: bool
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None,
+        *,
+        evaluation: bool,
+        optimizers: Sequence[Any] = (),
     ) -> torch.nn.Module:
+        """Prepare a model; `optimizers`, and those that were prepared before it, follow to its new parameters."""
         prepared, strategy = model, self.run.strategy
         if not _is_prepared(model):
+            before = list(model.parameters())
             self._follow_handlers()
             place = self._places(device_placement) and not has_device_map(model)
             prepared = strategy.prepare_model(model, place=place, evaluation=evaluation)
             setattr(prepared, _MARK, True)
             if evaluation:
                 setattr(prepared, _EVALUATED, True)
+            replaced = strategy.replaced(before, list(prepared.parameters()))
+            for parameter in replaced:
+                setattr(parameter, _REPLACED, True)
+            if replaced:
+                known = [*optimizers, *self.objects.optimizers]
+                inner = (entry.optimizer if isinstance(entry, AcceleratedOptimizer) else entry for entry in known)
+                remap_optimizers({id(optimizer): optimizer for optimizer in inner}.values(), replaced)
         elif not evaluation and getattr(model, _EVALUATED, False):
             prepared = self._train_evaluated_model(model)
         if not _holds(self.objects.wrapped_models, prepared):
@@ -367,6 +366,7 @@ class Preparer:
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer; the first of a run counts its updates."""
         if not isinstance(optimizer, AcceleratedOptimizer):
+            _refuse_replaced(optimizer)
             prepared = AcceleratedOptimizer(
                 optimizer,
                 device_placement=self._places(device_placement),
@@ -468,6 +468,15 @@ class Preparer:
 def has_device_map(model: torch.nn.Module) -> bool:
     """Return whether the model is spread over several devices."""
     return any(len(getattr(module, "hf_device_map", {}) or {}) > 1 for module in model.modules())
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    if any(hasattr(parameter, _REPLACED) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigurationError(
+            f"This {type(optimizer).__name__} has parameters that its model does not have any more: preparing the model "
+            "replaced them, so they would not be trained. Pass both to one prepare(), or create the optimizer from the "
+            "prepared model's parameters."
+        )
 
 
 def _unprepared(bundle: Bundle, kind: ObjectKind) -> list[Argument]:

@@ -477,7 +477,7 @@ def sharded_parts(prepared: Prepared, *, full: bool = False, stages: dist.Proces
     parts: list[Part] = [ShardedModelPart(model, i, full=full) for i, model in enumerate(prepared.models)]
     for i, optimizer in enumerate(prepared.optimizers):
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = (model for model in prepared.models if any(id(item) in trained for item in model.parameters()))
+        owners = (model for model in prepared.models if not trained.isdisjoint(parameter_names(model)))
         # An optimizer may have no parameter of this stage; elsewhere it then trains what is in no model.
         owner = next(owners, None if stages is None else prepared.models[0])
         if owner is None:

@@ -112,8 +112,13 @@ def _full_at_rank0(tensor: Any) -> torch.Tensor:
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return the name in the user's model of every parameter, by identity."""
+    """Return the name in the user's model of every parameter, by identity; gathered parameters are freed first."""
+    from torch.distributed.fsdp import FSDPModule
+
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    for unit in inner.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # after a forward pass modules may still hold the full parameters, which no optimizer has
     return {id(parameter): plain_name(name) for name, parameter in inner.named_parameters()}
 
 
