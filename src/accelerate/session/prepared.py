@@ -255,7 +255,7 @@ class Preparer:
         """Refuse what cannot work before anything is changed."""
         options, strategy = self.run.options, self.run.strategy
         for argument in bundle.of(ObjectKind.MODEL):
-            self._check_model(argument.given)
+            self._check_model(argument.given, evaluation=False)
         models = [*self.objects.wrapped_models, *(argument.given for argument in bundle.of(ObjectKind.MODEL))]
         if isinstance(strategy, JointStrategy):
             kinds = (ObjectKind.MODEL, ObjectKind.OPTIMIZER, ObjectKind.SCHEDULER)
@@ -268,7 +268,7 @@ class Preparer:
                 if not _is_prepared(argument.given):
                     check_splittable(batch_size_of(argument.given), strategy.data_shard()[1])
 
-    def _check_model(self, model: torch.nn.Module) -> None:
+    def _check_model(self, model: torch.nn.Module, *, evaluation: bool) -> None:
         if _is_prepared(model):
             return
         if any(is_prepared_inside(model, prepared) for prepared in self.objects.wrapped_models):
@@ -286,7 +286,7 @@ class Preparer:
                 f"This {type(model).__name__} is spread over several devices by its `hf_device_map`, which cannot be "
                 "replicated over processes. Load it on one device, or run a single process."
             )
-        self.run.strategy.check_model(model)
+        self.run.strategy.check_model(model, evaluation=evaluation)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> None:
         known = {id(parameter) for model in models for parameter in model.parameters()}
@@ -308,7 +308,7 @@ class Preparer:
         if isinstance(self.run.strategy, JointStrategy):
             prepared: torch.nn.Module = self.prepare([model], [device_placement])
             return prepared
-        self._check_model(model)
+        self._check_model(model, evaluation=evaluation)
         return self._prepare_checked_model(model, device_placement, evaluation=evaluation)
 
     def _prepare_checked_model(

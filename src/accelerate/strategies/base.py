@@ -240,8 +240,8 @@ class Strategy:
         sizes.fit(runtime.world_size)
         return sizes.get_device_mesh(runtime.device.type)
 
-    def check_model(self, model: torch.nn.Module) -> None:
-        """Raise a ConfigurationError, before anything is touched, if this strategy cannot train `model`."""
+    def check_model(self, model: torch.nn.Module, *, evaluation: bool) -> None:
+        """Raise a ConfigurationError, before anything is touched, if this strategy cannot prepare `model`."""
 
     def steps(self, *, place: bool, evaluation: bool) -> tuple[Step, ...]:
         """Return what is done to a model, in order.

@@ -31,18 +31,10 @@ class DDPStrategy(Strategy):
     def label(cls, runtime: Runtime) -> DistributedType:
         return runtime.backend.label
 
-    def check_model(self, model: torch.nn.Module) -> None:
-        """Refuse a model that is already split over ranks."""
-        # Importing DTensor takes a second: where nobody has imported it, no parameter is one.
-        tensor = sys.modules.get("torch.distributed.tensor")
-        if tensor is None:
-            return
-        sharded = next((name for name, value in model.named_parameters() if isinstance(value, tensor.DTensor)), None)
-        if sharded is not None:
-            raise ConfigurationError(
-                f"The parameter {sharded!r} of {type(model).__name__} is a DTensor, split over ranks, which data "
-                "parallelism by replicas cannot average. Use an engine that shards (FSDP), or unshard the model."
-            )
+    def check_model(self, model: torch.nn.Module, *, evaluation: bool) -> None:
+        """Refuse to wrap a model that is already split over ranks; evaluation leaves it as it is."""
+        if not evaluation:
+            _check_plain(model)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model that has something to train; others need no exchange of gradients."""
@@ -50,6 +42,7 @@ class DDPStrategy(Strategy):
             return model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
+        _check_plain(model)  # prepared for evaluation before
         options = self.context.ddp.to_kwargs()
         for hook_option in ("comm_hook", "comm_wrapper", "comm_state_option"):
             options.pop(hook_option, None)
@@ -64,3 +57,16 @@ class DDPStrategy(Strategy):
         """Return DDP's own context, or nothing for a model that is not wrapped."""
         suspend = getattr(model, "no_sync", None)
         return suspend() if suspend is not None else nullcontext()
+
+
+def _check_plain(model: torch.nn.Module) -> None:
+    # Importing DTensor takes a second; unless it is imported already, no parameter is one.
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    sharded = next((name for name, value in model.named_parameters() if isinstance(value, tensor.DTensor)), None)
+    if sharded is not None:
+        raise ConfigurationError(
+            f"The parameter {sharded!r} of {type(model).__name__} is a DTensor, but DDP averages gradients of plain tensors "
+            "only. Describe how the model is sharded: parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...)."
+        )

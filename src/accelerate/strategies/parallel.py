@@ -68,7 +68,7 @@ class ParallelStrategy(Strategy):
     def label(cls, runtime: Runtime) -> DistributedType:
         return runtime.backend.label
 
-    def check_model(self, model: torch.nn.Module) -> None:
+    def check_model(self, model: torch.nn.Module, *, evaluation: bool) -> None:
         """Refuse a model that cannot be laid out as asked."""
         if self.layout.pp_enabled:
             check_parts(model, self.layout.sizes[MeshAxis.PP])

@@ -81,7 +81,7 @@ class SpmdStrategy(XlaStrategy):
         """Return over how many devices the samples of a batch are spread."""
         return prod(self.sizes[axis] for axis in batch_axes(AXES))
 
-    def check_model(self, model: torch.nn.Module) -> None:
+    def check_model(self, model: torch.nn.Module, *, evaluation: bool) -> None:
         """Refuse a model whose layers cannot be split as asked."""
         if self.sizes[TENSOR] > 1:
             split_dimensions(model, self._plan(model))
