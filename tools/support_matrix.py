@@ -20,6 +20,7 @@ REFUSED = {
     ("deepspeed", "cpu"): ("fp16",),
     ("megatron", "cpu"): ("fp16", "fp8"),
     ("megatron", "*"): ("fp8",),  # Transformer Engine decides on the format there, by an option of its own
+    ("presharded", "*"): ("fp8",),  # layers that are sharded already cannot be replaced
     ("xla", "xla"): ("fp16",),
     ("xla-spmd", "xla"): ("fp16",),
 }
@@ -33,6 +34,7 @@ _STRATEGY_TITLES = {
     "fsdp1": "FSDP 1",
     "fsdp2": "FSDP 2",
     "parallel": "tensor, context, pipeline parallel",
+    "presharded": "models sharded at load",
     "deepspeed": "DeepSpeed",
     "megatron": "Megatron-LM",
     "xla": "XLA, a process for each device",

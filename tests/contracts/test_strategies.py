@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.training import copy_weights, fresh_accelerator, group_once, make_data, make_model
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from accelerate import ParallelismConfig
@@ -58,14 +59,18 @@ RUNS: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
     "fsdp1": (2, lambda: fsdp(1)),
     "fsdp2": (2, lambda: fsdp(2)),
     "parallel": (2, split),
+    "presharded": (2, lambda: {"parallelism_config": ParallelismConfig(dp_shard_size=2)}),
     "deepspeed": (2, lambda: {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)}),
 }
 """Strategy -> on how many processes any model runs under it, and the arguments that select it."""
-REFUSED = {("deepspeed", "fp16"): "DeepSpeed takes fp16 on accelerators only"}
+REFUSED = {
+    ("deepspeed", "fp16"): "DeepSpeed takes fp16 on accelerators only",
+    ("presharded", "fp8"): "layers that are sharded already cannot be replaced",
+}
 """Number formats that an engine refuses on the CPU, and why."""
 HALVES = {("deepspeed", "bf16"), ("deepspeed", "fp8")}
 """Where weights, and so outputs, are in half precision."""
-GATHERING = ("fsdp1", "fsdp2", "parallel")
+GATHERING = ("fsdp1", "fsdp2", "parallel", "presharded")
 """The strategies that bring full weights together on the main process alone."""
 
 
@@ -77,6 +82,8 @@ def life_of_a_model(name: str, precision: str) -> dict[str, Any]:
     assert accelerator.strategy.name == name
     user = make_model(dtype=torch.float32)
     start, keys = copy_weights(user), list(user.state_dict())
+    if name == "presharded":
+        fully_shard(user)
     optimizer = torch.optim.SGD(user.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(
         user, optimizer, DataLoader(make_data(4 * accelerator.strategy.data_shard()[1], torch.float32), batch_size=2)

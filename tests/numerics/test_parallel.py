@@ -149,8 +149,13 @@ def refusals() -> None:
         accelerator.prepare(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match=r"calls for 3 processes, but there are 2. These would fit: tp_size=2"):
         fresh_accelerator(parallelism_config=ParallelismConfig(tp_size=3))
+    accelerator = fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
     with pytest.raises(ConfigurationError, match=r"dp_shard_size=2.*FullyShardedDataParallelPlugin"):
-        fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+        accelerator.prepare(TinyGPT())
+    with pytest.raises(ConfigurationError, match="fp8"):
+        fresh_accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2), mixed_precision="fp8").prepare(
+            TinyGPT()
+        )
     for version, sizes, message in (
         (2, {"pp_size": 2}, "pp_size=2 was given with the engine 'fsdp'"),
         (1, {"tp_size": 2}, r"tp_size=2, cp_size=1 were given with version 1 of FSDP"),

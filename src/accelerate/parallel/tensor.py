@@ -40,6 +40,20 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     return None if size is None else int(size)
 
 
+def check_tp_size(model: torch.nn.Module, expected: int) -> None:
+    """Refuse a model whose layers were split over another number of ranks than `expected`.
+
+    Raises:
+        ConfigurationError: If the numbers differ.
+    """
+    size = get_model_tp_size(model)
+    if size is not None and size != expected:
+        raise ConfigurationError(
+            f"{type(model).__name__} was loaded over tp_size={size} ranks, but the run has tp_size={expected}. "
+            f"Write ParallelismConfig(tp_size={size}, ...), or load the model for {expected} ranks."
+        )
+
+
 def tensor_parallel_step(
     mesh: DeviceMesh | None, plan: Mapping[str, Any] | None = None
 ) -> Callable[[torch.nn.Module], torch.nn.Module] | None:
@@ -69,12 +83,7 @@ def split_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
         ConfigurationError: If there is no plan, or it cannot be applied to this model; nothing has been changed then.
     """
     if model_has_dtensor(model):
-        size = get_model_tp_size(model)
-        if size is not None and size != mesh.size():
-            raise ConfigurationError(
-                f"{type(model).__name__} was loaded over tp_size={size} ranks, but the run has tp_size={mesh.size()}. "
-                f"Write ParallelismConfig(tp_size={size}, ...), or load the model for {mesh.size()} ranks."
-            )
+        check_tp_size(model, mesh.size())
         return model
     styles = _styles_of(model, plan if plan is not None else plan_of(model))
     ties = find_tied_parameters(model)

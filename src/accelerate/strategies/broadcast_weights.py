@@ -19,7 +19,7 @@ from accelerate.parallel.mesh import averaging_group, axis_group
 from accelerate.parallel.unwrap import plain_name
 from accelerate.runtime.memory import trim_host_memory
 from accelerate.runtime.torch_private import Piece
-from accelerate.strategies.tools import local
+from accelerate.strategies.tools import local, ranks_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -272,29 +272,28 @@ def require_memory(model: nn.Module, initialise: Callable[[nn.Module], Any] | No
 def equal_weights_step(mesh: DeviceMesh | None) -> Callable[[nn.Module], nn.Module] | None:
     """Return the step that gives all ranks of a model equal weights; None where each holds its own.
 
-    What is split was cut out of the first rank's weights; what is whole must be equal too, or ranks of one model would
-    compute with different layers.
+    Weights split over a group were cut out of the first rank's; those that each of its ranks holds must be equal too, or
+    ranks of one model would compute with different layers.
     """
     tensor, replicas = axis_group(mesh, MeshAxis.TP), averaging_group(mesh)
     if tensor is None and replicas is None:
         return None
 
     def take_weights_of_first(model: nn.Module) -> nn.Module:
-        if tensor is not None:
-            _broadcast_in_group(model, tensor, split=False)
-        if replicas is not None:
-            _broadcast_in_group(model, replicas, split=True)
+        for group in (tensor, replicas):
+            if group is not None:
+                _broadcast_in_group(model, group)
         return model
 
     return take_weights_of_first
 
 
 @torch.no_grad()
-def _broadcast_in_group(model: nn.Module, group: dist.ProcessGroup, *, split: bool) -> None:
-    """Give all ranks of a group the parameters and buffers of its first; `split` takes in those split over other ranks."""
+def _broadcast_in_group(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the parameters and buffers of its first, except those laid out over the group itself."""
     source = dist.get_process_group_ranks(group)[0]
     for tensor in [*model.parameters(), *model.buffers()]:
-        if split or not isinstance(tensor, DTensor):
+        if len(ranks_in(tensor, group)) == 1:
             own = local(tensor.detach()).contiguous()
             dist.broadcast(own, source, group=group)
             local(tensor.detach()).copy_(own)

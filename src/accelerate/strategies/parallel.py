@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from accelerate._base.enums import DistributedType, MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.helpers import Choice, log_once
+from accelerate._base.helpers import Choice
 from accelerate.checkpointing.parts import Part, Prepared
 from accelerate.collectives.torch_dist import TorchDistCommunicator
 from accelerate.parallel.mesh import averaging_group, axis_group
@@ -116,7 +115,7 @@ class ParallelStrategy(Strategy):
         if group is not None and any(parameter.requires_grad for parameter in model.parameters()):
             # On the model, so that both are freed together.
             model.__dict__[AVERAGER] = GradientAverager(
-                model, TorchDistCommunicator(group, self.runtime.device).average
+                model.parameters(), TorchDistCommunicator(group, self.runtime.device).average
             )
         return model
 
@@ -124,19 +123,7 @@ class ParallelStrategy(Strategy):
         return suspended(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let parameters that are split and ones that are whole be updated one by one: kernels over lists take one kind."""
-        for group in optimizer.param_groups:
-            if len({isinstance(parameter, DTensor) for parameter in group["params"]}) < 2:
-                continue
-            for option in ("foreach", "fused"):
-                if group.get(option):
-                    name = type(optimizer).__name__
-                    log_once(
-                        __name__,
-                        f"{name}({option}=True) cannot update split and whole weights together: it runs without.",
-                    )
-                if option in group:
-                    group[option] = False
+        tools.update_one_by_one(optimizer)
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:
         tools.scale_gradients(parameters, factor)
@@ -213,17 +200,17 @@ def suspended(model: torch.nn.Module) -> AbstractContextManager[Any]:
 
 
 class GradientAverager:
-    """Average the gradients of a model over ranks, at the end of each backward pass.
+    """Average gradients over ranks, at the end of each backward pass.
 
     Args:
-        model: The model, as it is trained.
+        parameters: The parameters of a model that are trained on all of these ranks.
         average: Replaces tensors by their means over the ranks that hold the same part of the model.
     """
 
-    def __init__(self, model: torch.nn.Module, average: Callable[[list[torch.Tensor]], None]) -> None:
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], average: Callable[[list[torch.Tensor]], None]) -> None:
         self.average = average
         self.is_suspended = False
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._is_queued = False
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._queue_exchange)

@@ -40,6 +40,7 @@ _STRATEGIES: list[type[Strategy] | _LazyStrategy] = [
     _LazyStrategy("accelerate.strategies.megatron.strategy", "MegatronStrategy", "megatron"),
     _LazyStrategy("accelerate.strategies.xla.spmd", "SpmdStrategy", device=XLA.type),
     _LazyStrategy("accelerate.strategies.xla.strategy", "XlaStrategy", device=XLA.type),
+    _LazyStrategy("accelerate.strategies.fsdp.presharded", "PreshardedStrategy"),
     _LazyStrategy("accelerate.strategies.parallel", "ParallelStrategy"),
     Strategy,
     DDPStrategy,
@@ -143,11 +144,10 @@ def _check_on_xla(request: EngineRequest) -> None:
 
 def _check_axes(sizes: ParallelismConfig, request: EngineRequest) -> None:
     """Refuse axes that need an engine that was not asked for, or that the one asked for does not know."""
-    if (sizes.dp_shard_enabled or sizes.sp_enabled) and not request.engines:
+    if sizes.sp_enabled and not request.engines:
         raise ConfigurationError(
-            f"dp_shard_size={sizes.dp_shard_size}, sp_size={sizes.sp_size} were given, but nothing that shards. Pass "
-            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) for dp_shard_size or a deepspeed_plugin for "
-            "sp_size, or use dp_replicate_size, tp_size, cp_size and pp_size."
+            f"sp_size={sizes.sp_size} was given without the engine that splits sequences. Pass a deepspeed_plugin, or use "
+            "cp_size."
         )
     if sizes.pp_enabled and request.engines:
         raise ConfigurationError(

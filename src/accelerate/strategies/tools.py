@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from accelerate._base.helpers import log_once
 from accelerate.offload.tensors import find_tied_parameters
 from accelerate.parallel.mesh import submesh
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_name
@@ -75,6 +76,13 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         # Kept, so that the optimizer does not exchange the gradient again.
         parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
     return gradient.to_local()
+
+
+def ranks_in(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a group over which a tensor is laid out; one rank for a tensor that each of them holds."""
+    if not isinstance(tensor, DTensor):
+        return [dist.get_rank()]
+    return sorted({*tensor.device_mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(group)})
 
 
 def gather_full(state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
@@ -150,6 +158,24 @@ class UnshardedParameters:
     def keep_on(self, model: nn.Module) -> None:
         """Keep this with a model that is flattened by now."""
         model.__dict__[self._KEPT] = self
+
+
+def update_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Switch off kernels over lists of parameters for groups that span several meshes: such a list has one mesh."""
+    for group in optimizer.param_groups:
+        meshes = {entry.device_mesh if isinstance(entry, DTensor) else None for entry in group["params"]}
+        if len(meshes) < 2:
+            continue
+        for option in ("foreach", "fused"):
+            if group.get(option):
+                name = type(optimizer).__name__
+                log_once(
+                    __name__,
+                    f"{name}({option}=True) cannot update parameters of different meshes together and runs as "
+                    f"{option}=False.",
+                )
+            if option in group:
+                group[option] = False
 
 
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:

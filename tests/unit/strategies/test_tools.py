@@ -69,7 +69,7 @@ def test_scaling() -> None:
 
 def test_a_mean_is_exchanged_once_a_pass_and_not_while_held(mesh: DeviceMesh) -> None:
     model = nn.Linear(2, 1)
-    mean = GradientAverager(model, TorchDistCommunicator(mesh.get_group()).average)
+    mean = GradientAverager(model.parameters(), TorchDistCommunicator(mesh.get_group()).average)
     exchanges = []
     exchange = mean._exchange
     mean._exchange = lambda: (exchanges.append(1), exchange())[1]  # type: ignore[method-assign]

@@ -154,7 +154,9 @@ class FSDPStrategy(Strategy):
         found: dict[str, torch.Tensor] = {}
         names = tools.parameter_names(model)
         for unit, held in held_back_gradients(model):
-            found.update({_held_name(unit, key, names): tools.full(gradient) for key, gradient in held.read().items()})
+            found.update(
+                {_held_name(unit, key, names): self.gather_gradient(grad) for key, grad in held.read().items()}
+            )
         return found
 
     def set_open_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -171,9 +173,16 @@ class FSDPStrategy(Strategy):
             for key in held.parameters():
                 gradient = gradients.get(_held_name(unit, key, names))
                 if gradient is not None:
-                    # Before the exchange a gradient is split over the ranks of its layer alone.
-                    own[key] = tools.split_like(gradient, parameters.get(key), axes=(MeshAxis.TP,))
+                    own[key] = self.split_gradient(gradient, parameters.get(key))
             held.write(own)
+
+    def gather_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the full gradient of this rank's data; every rank that holds a part of it calls this."""
+        return tools.full(gradient)
+
+    def split_gradient(self, gradient: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+        """Return this rank's part of a full gradient: before the exchange it is split over the ranks of its layer alone."""
+        return tools.split_like(gradient, parameter, axes=(MeshAxis.TP,))
 
     def full_state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights on the first rank and nothing on the others; every rank must call it.

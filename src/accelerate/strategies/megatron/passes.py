@@ -86,7 +86,7 @@ class TorchPasses:
         self._averager: GradientAverager | None = None
         if replicas.size() > 1 and self._parameters:
             average = TorchDistCommunicator(replicas, self._parameters[0].device).average
-            self._averager = GradientAverager(module, average)
+            self._averager = GradientAverager(module.parameters(), average)
         if layer.size() > 1:
             for parameter in summed_over_ranks(module):
                 if parameter.requires_grad:

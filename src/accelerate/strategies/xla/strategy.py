@@ -55,7 +55,7 @@ class XlaStrategy(Strategy):
         group: Any = communicator()
         for value in (*model.parameters(), *model.buffers()):
             group.broadcast(value)
-        model.__dict__[AVERAGER] = GradientAverager(model, group.average)
+        model.__dict__[AVERAGER] = GradientAverager(model.parameters(), group.average)
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
