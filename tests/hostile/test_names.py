@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
+import traceback
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from accelerate.checkpointing.catalog import catalog, inspect, newest_valid
 from accelerate.checkpointing.files import FileRecord
 from accelerate.checkpointing.manifest import Manifest, finish_publish
 from accelerate.checkpointing.state_folder import save_accelerator_state, save_custom_state
+from accelerate.commands.checkpoints import checkpoints_command_parser
 from accelerate.commands.estimate_source import find_model
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict, offload_weight
 from accelerate.offload.weight_files import checkpoint_files, find_weight_files, save_offload_index
@@ -240,6 +245,74 @@ class TestManifests:
         (broken / "a").unlink()
         (broken / "a" / "sub").mkdir(parents=True)
         assert [info.is_valid for info in catalog(tmp_path)] == [True, False]
+
+
+class TestEscapes:
+    """Names that a terminal would act on, or that would look like other lines of a log."""
+
+    NAME = "a\x1b[31m\x07\nFAKE: b\x9b31m"
+
+    def saved(self, folder: Path) -> Accelerator:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters()))
+        accelerator.save_state(folder)
+        return accelerator
+
+    def test_names_in_pickles_are_escaped(self, tmp_path: Path) -> None:
+        accelerator = self.saved(tmp_path / "state")
+        (tmp_path / "state" / "manifest.json").unlink()
+        module, name = self.NAME.encode(), b"system"
+        old = b"\x80\x02c" + module.replace(b"\n", b"") + b"\n" + name + b"\n)R."
+        new = b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c\x06" + name + b"\x93)R."
+        for pickled in (old, new):
+            for file in ("optimizer.bin", "w.bin"):
+                with zipfile.ZipFile(tmp_path / "state" / file, "w") as archive:
+                    archive.writestr("archive/data.pkl", pickled)
+                    archive.writestr("archive/version", "3")
+            with pytest.raises(CheckpointError) as caught:
+                accelerator.load_state(tmp_path / "state")
+            with pytest.raises(ConfigurationError) as other:
+                load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "state" / "w.bin")
+            for error in (caught.value, other.value):
+                text = "".join(traceback.format_exception(error))
+                assert not any(sign in text for sign in ("\x1b", "\x07", "\x9b", "\nFAKE"))
+
+    def test_names_of_folders_are_escaped(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / self.NAME
+        accelerator = self.saved(folder)
+        (folder / "random_states_0.pkl").unlink()
+        with pytest.raises(CheckpointError) as caught:
+            accelerator.load_state(folder)
+        arguments = checkpoints_command_parser().parse_args([str(tmp_path)])
+        arguments.func(arguments)
+        reason = newest_valid(tmp_path).reason
+        (folder / "manifest.json").unlink()
+        accelerator.load_state(folder)  # which logs that there are no random states
+        for shown in (str(caught.value), caplog.text, capsys.readouterr().out, reason):
+            assert "\\x1b" in shown
+            assert not any(sign in shown for sign in ("\x1b", "\x07", "\x9b", "\nFAKE"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are text elsewhere")
+@pytest.mark.parametrize("safe", [True, False])
+def test_paths_that_are_not_utf8_are_saved_and_loaded(safe: bool, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"f\xfcr")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    weight = model.weight.detach().clone()
+    accelerator.save_state(folder / "state", safe_serialization=safe)
+    accelerator.save_model(model, folder / "weights", safe_serialization=safe)
+    (folder / "state" / "manifest.json").unlink()
+    assert inspect(folder / "state").is_valid
+    for load in (
+        lambda: accelerator.load_state(folder / "state"),
+        lambda: load_checkpoint_in_model(model, folder / "weights"),
+    ):
+        nn.init.zeros_(model.weight)
+        load()
+        assert torch.equal(model.weight, weight)
 
 
 class TestDirectWriters:

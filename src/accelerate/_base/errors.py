@@ -15,12 +15,24 @@ AccelerateError
 from __future__ import annotations
 
 
+def printable(text: object, keep: str = "") -> str:
+    r"""Return text in which a terminal or a log finds nothing to act on: `\x1b` in place of an escape character.
+
+    File names and the names in pickles may hold escape sequences, line breaks and lone surrogates.
+
+    Args:
+        keep: Characters to leave as they are.
+    """
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in str(text)
+    )
+
+
 class AccelerateError(Exception):
     """Catch every error that the library raises on purpose."""
 
     def __str__(self) -> str:
-        # What was given may hold halves of characters, of a file or a variable, that no terminal and no log can take.
-        return super().__str__().encode(errors="backslashreplace").decode()
+        return printable(super().__str__(), keep="\n\t")
 
 
 class ConfigurationError(AccelerateError, ValueError):

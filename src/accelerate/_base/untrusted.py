@@ -8,16 +8,20 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, printable
 
 MOST_BYTES = 100_000_000
 """The longest text that is read as a whole: what the safetensors format allows a header, and more than any index has."""
 _MOST_SHOWN = 200
 _LARGEST = 2**63 - 1
+UNPICKLER_MARK = "WeightsUnpickler error: "
+"""The text with which torch begins to quote a pickle."""
+_LINES = "\n\t"
 _MOST_AXES = 64
 MOST_LEVELS = 100
 _MOST_OF_A_NAME = 255
@@ -68,6 +72,15 @@ def can_be_path(text: str) -> bool:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
         return False
+
+
+def is_utf8(path: Path) -> bool:
+    """Return whether the bytes of a path are UTF-8, as packages in C++ and Rust expect; Linux allows any bytes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_host(text: str, *, with_user: bool = False) -> bool:
@@ -181,6 +194,25 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # a number of too many digits, or lists in lists in lists
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+@contextmanager
+def escaping_errors() -> Iterator[None]:
+    """Escape what torch's readers quote from a file in their errors, which a traceback shows as it is."""
+    try:
+        yield
+    except Exception as caught:
+        error: BaseException | None = caught
+        while error is not None:
+            error.args = tuple(_escaped(entry) if isinstance(entry, str) else entry for entry in error.args)
+            error = error.__cause__ or error.__context__
+        raise
+
+
+def _escaped(text: str) -> str:
+    # Names that are quoted behind the mark may hold line breaks; what comes before it is torch's own text.
+    before, mark, quoted = text.rpartition(UNPICKLER_MARK)
+    return f"{printable(before, keep=_LINES)}{mark}{printable(quoted.strip(), keep='' if mark else _LINES)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from safetensors import SafetensorError, safe_open
-
 from accelerate._base.constants import RNG_STATE_NAME
-from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.errors import CheckpointError, ConfigurationError, printable
 from accelerate._base.helpers import Choice
 from accelerate._base.untrusted import parse_json, read_limited
 from accelerate.checkpointing.manifest import MANIFEST, Manifest, finish_publish, is_own_file, is_pending
+from accelerate.offload.safetensors_format import read_header
 from accelerate.runtime import atomic
 
 CHECKPOINTS = "checkpoints"
@@ -85,9 +84,9 @@ def newest_valid(folder: Path | str, *, without: Mapping[Path, str] = MappingPro
     passed_over: list[str] = []
     for info in reversed(catalog(folder)):
         if info.is_valid and info.path not in without:
-            reason = f"{info.name} is the newest valid checkpoint in {str(folder)!r}"
+            reason = f"{printable(info.name)} is the newest valid checkpoint in {str(folder)!r}"
             return Newest(info, "; ".join([reason, *passed_over]), len(passed_over))
-        passed_over.append(f"{info.name} was passed over ({without.get(info.path, info.problem)})")
+        passed_over.append(f"{printable(info.name)} was passed over ({without.get(info.path, info.problem)})")
     reason = f"there is no valid checkpoint in {str(folder)!r}"
     return Newest(None, "; ".join([reason, *passed_over]), len(passed_over))
 
@@ -202,12 +201,12 @@ def _problem_without_manifest(folder: Path) -> str | None:
     for file in files:
         try:
             if file.suffix == ".safetensors":
-                with safe_open(file, framework="numpy"):
-                    pass  # its header is checked
+                if read_header(file).file_size != file.stat().st_size:
+                    return f"{file.name}: it is cut off"
             elif file.suffix == ".json":
                 parse_json(read_limited(file))
             elif not zipfile.is_zipfile(file):
                 return f"{file.name}: it is not a whole torch file"
-        except (OSError, ValueError, SafetensorError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
             return f"{file.name}: it cannot be opened ({error})"
     return None if files else "it holds no file of a checkpoint"

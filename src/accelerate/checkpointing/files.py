@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy
 
 from accelerate._base import pages
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, printable
 from accelerate._base.untrusted import check_regular, is_whole, path_inside, shown
 from accelerate.offload.safetensors_format import write_safetensors
 from accelerate.runtime.atomic import partial_name, remove_abandoned, sync
@@ -104,7 +104,7 @@ class FileProblem:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.reason}"
+        return f"{printable(self.file)}: {self.reason}"
 
 
 class Checksum:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from accelerate._base import constants
-from accelerate._base.errors import CheckpointError, WrongTypeError
+from accelerate._base.errors import CheckpointError, ConfigurationError, WrongTypeError, printable
 from accelerate._base.untrusted import shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.sharded import ShardFolder, by_position, is_sharded
 from accelerate.checkpointing.torch_files import allows_pickle, broken, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
+from accelerate.offload.stored import SafetensorsFile
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_optimizer
 from accelerate.runtime import current
 
@@ -190,14 +189,16 @@ def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, An
     gathered = folder / indexed(constants.FSDP_MODEL_NAME, index, ".bin")
     if safe.is_file():
         try:
-            # Moved here: safetensors knows only some of the devices that torch knows.
-            return {name: value.to(options.map_location) for name, value in load_file(safe).items()}
-        except (SafetensorError, OSError) as error:
+            # Not by the package of the format, which reads no paths that are not UTF-8.
+            weights = SafetensorsFile(safe)
+            return {name: weights.read(name, torch.device(options.map_location)) for name in weights.names()}
+        except (ConfigurationError, OSError) as error:
             raise CheckpointError(broken(safe, error)) from error
     if is_sharded(shards):
         return dict(ShardFolder(shards, options.allows_pickle).read_whole()["model"])
     plain = folder / indexed(constants.MODEL_NAME, index, ".bin")
-    return dict(read_torch(gathered if gathered.is_file() else plain, options))
+    file = gathered if gathered.is_file() else plain
+    return dict(as_mapping(read_torch(file, options), repr(str(file))))
 
 
 class WeightsPart:
@@ -255,19 +256,23 @@ class ModelPart(WeightsPart):
         found = read_weights(folder, self.index, options)
         own = self.weights()
         _add_tied_names(found, own)
-        if self._keywords.get("strict", True):
-            self._check(own, found, folder)
+        self._check(own, found, folder, strict=self._keywords.get("strict", True))
         return found
 
-    def _check(self, own: Mapping[str, Any], found: Mapping[str, Any], folder: Path) -> None:
-        missing = [f"{name!r} is missing" for name in own if name not in found]
-        unknown = [f"{name!r} is not in the model" for name in found if name not in own]
-        shapes = [
-            f"{name!r} has the shape {tuple(value.shape)} instead of {tuple(own[name].shape)}"
-            for name, value in found.items()
-            if isinstance(own.get(name), torch.Tensor) and own[name].shape != value.shape
+    def _check(self, own: Mapping[str, Any], found: Mapping[str, Any], folder: Path, *, strict: bool) -> None:
+        tensors = {name: value for name, value in found.items() if isinstance(own.get(name), torch.Tensor)}
+        reasons = [
+            f"{name!r} is {shown(value)}" for name, value in tensors.items() if not isinstance(value, torch.Tensor)
         ]
-        if reasons := [*missing, *unknown, *shapes]:
+        if strict and not reasons:
+            reasons += [f"{name!r} is missing" for name in own if name not in found]
+            reasons += [f"{name!r} is not in the model" for name in found if name not in own]
+            reasons += [
+                f"{name!r} has the shape {tuple(value.shape)} instead of {tuple(own[name].shape)}"
+                for name, value in tensors.items()
+                if own[name].shape != value.shape
+            ]
+        if reasons:
             stems = (constants.SAFE_MODEL_NAME, ".safetensors"), (constants.MODEL_NAME, ".bin")
             files = [folder / indexed(stem, self.index, ending) for stem, ending in stems]
             source = next((file for file in files if file.is_file()), folder)
@@ -471,7 +476,8 @@ class ScalerPart(ObjectPart):
     def read(self, folder: Path, options: LoadOptions) -> Any:
         if not (folder / self.file).is_file():
             _LOG.warning(
-                "The checkpoint %s is of a run without a gradient scaler: it starts with its own scale.", folder
+                "The checkpoint %s is of a run without a gradient scaler: it starts with its own scale.",
+                printable(folder),
             )
             return None
         origin = repr(str(folder / self.file))

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from accelerate._base.constants import RNG_STATE_NAME
-from accelerate._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError, printable
 from accelerate._base.untrusted import is_whole, number_in, parse_json, read_limited, shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import CUSTOM, LOADER, PROGRESS, STATEFUL_LOADER, WINDOW
@@ -152,7 +152,9 @@ class LoaderPart:
         if "epoch" in as_mapping(own, origin):
             check_loader_state(own, origin)
         elif not kind:
-            _LOG.warning("%s was written by torchdata's loader alone: it says nothing to %s.", file, self.name)
+            _LOG.warning(
+                "%s was written by torchdata's loader alone: it says nothing to %s.", printable(file), self.name
+            )
             return None
         return state
 
@@ -376,7 +378,7 @@ class RandomPart:
         """Return the states of a rank that the saved run did not have."""
         saved = sorted(folder.glob(f"{RNG_STATE_NAME}_[0-9]*.pkl"))
         if not saved:
-            _LOG.warning("Random states are not restored: %s has none.", folder)
+            _LOG.warning("Random states are not restored: %s has none.", printable(folder))
             return None
         found = [_read_states(path, options) for path in saved]
         states = found[self.rank % len(found)]
@@ -387,7 +389,7 @@ class RandomPart:
         _LOG.warning(
             "The checkpoint %s was saved by %d processes: rank %d has no random states in it, and starts with seed %d, "
             "made from them.",
-            folder,
+            printable(folder),
             len(found),
             self.rank,
             seed,

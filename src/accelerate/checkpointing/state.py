@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from accelerate._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError, printable
 from accelerate.checkpointing.catalog import newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, PendingSave, WorkerThread
 from accelerate.checkpointing.manifest import Facts, Manifest, describe_failure, finish_publish, moment_in, publish
@@ -273,7 +273,7 @@ class Checkpointer:
             path = newest.value.path
             if group.topology.rank == 0:
                 level = logging.WARNING if newest.passed_over else logging.INFO  # what was trained after it is lost
-                _LOG.log(level, "Loading %s: %s.", path, newest.reason)
+                _LOG.log(level, "Loading %s: %s.", printable(path), newest.reason)
             try:
                 return path, self.load(path, state, options, hooks=hooks)
             except BrokenCheckpoint as error:
@@ -429,7 +429,7 @@ class StagedSave:
         try:
             prune(self.target.parent, keep, spare=self.target)
         except (OSError, CheckpointError) as error:
-            _LOG.warning("Older checkpoints in %s were not removed: %s", self.target.parent, error)
+            _LOG.warning("Older checkpoints in %s were not removed: %s", printable(self.target.parent), error)
 
     def discard(self) -> None:
         """Give up: remove what was written."""

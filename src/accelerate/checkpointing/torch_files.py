@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import serialization
 
 from accelerate._base import pages
-from accelerate._base.errors import WrongTypeError
+from accelerate._base.errors import WrongTypeError, printable
 from accelerate._base.helpers import log_once
-from accelerate._base.untrusted import first_line
+from accelerate._base.untrusted import UNPICKLER_MARK, escaping_errors, first_line
 from accelerate.config import env
 from accelerate.offload.safetensors_format import clean_state_dict_for_safetensors, identity_in_memory
 from accelerate.offload.torch_format import check_torch_file, sparse_checked
@@ -136,7 +136,7 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
     kwargs.setdefault("weights_only", True)
     if kwargs["weights_only"]:
         check_torch_file(Path(f) if isinstance(f, str | PathLike) else f)
-    with trust(TORCH_SAFE_GLOBALS), sparse_checked(map_location), warnings.catch_warnings():
+    with trust(TORCH_SAFE_GLOBALS), sparse_checked(map_location), escaping_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected pickle protocol")  # what it cannot read is an error anyway
         return torch.load(f, map_location=map_location, **kwargs)
 
@@ -170,11 +170,11 @@ def refusal(f: str | Path, error: pickle.UnpicklingError, source: IO[bytes] | No
         error: What torch said of it.
         source: Its bytes, where it is only a part of the file.
     """
-    names, reason = _called_names(source or f), str(error).rpartition("WeightsUnpickler error: ")[2].strip()
+    names = _called_names(source or f)
     what = (
         f"because that would run code which it names: {names}"
         if names
-        else f"because it is broken, or because only code that it runs could read it ({reason.splitlines()[0]})"
+        else f"because it is broken, or because only code that it runs could read it ({_reason(error)})"
     )
     return (
         f"{str(f)!r} is not read, {what}. A checkpoint from elsewhere could do harm this way. If you trust whoever wrote "
@@ -191,12 +191,17 @@ def broken(f: Path, error: Exception) -> str:
     )
 
 
+def _reason(error: pickle.UnpicklingError) -> str:
+    """Return what torch says of a pickle, without the advice after it."""
+    return str(error).rpartition(UNPICKLER_MARK)[2].partition("\\n")[0]
+
+
 def _called_names(f: str | Path | IO[bytes]) -> str:
     """Return the functions and classes that reading a torch file would call and nobody has allowed; none if unknown."""
     if not isinstance(f, str | Path):
         f.seek(0)
     with trust(TORCH_SAFE_GLOBALS), suppress(Exception):  # whatever broken bytes make torch's readers raise
-        return ", ".join(sorted(serialization.get_unsafe_globals_in_checkpoint(f)))
+        return ", ".join(map(printable, sorted(serialization.get_unsafe_globals_in_checkpoint(f))))
     return ""  # an old format, or an instruction that torch does not look behind
 
 
@@ -212,7 +217,7 @@ def warn_if_refused(f: Path | IO[bytes], owner: str) -> None:
     try:
         load(f, map_location="meta")
     except pickle.UnpicklingError as error:
-        names = _called_names(f) or str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()[0]
+        names = _called_names(f) or _reason(error)
         log_once(
             __name__,
             f"The state of {owner} holds more than data: {names}. To read that again means to run code which a file "

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, printable
 from accelerate._base.helpers import convert_bytes
 from accelerate.checkpointing.catalog import CheckpointInfo, catalog, inspect, is_checkpoint, surplus, verify
 from accelerate.commands import command_parser
@@ -103,7 +103,7 @@ def _verify_all(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
         task = progress.add_task("reading", total=sum(info.size for info in infos))
         results = []
         for info in infos:
-            progress.update(task, description=f"reading {info.name}")
+            progress.update(task, description=f"reading {printable(info.name)}")
             results.append(verify(info, lambda size: progress.advance(task, size)))
     return results
 
@@ -112,7 +112,7 @@ def _confirm(excess: Sequence[CheckpointInfo]) -> bool:
     from rich.console import Console
     from rich.prompt import Confirm
 
-    names = ", ".join(info.name for info in excess)
+    names = ", ".join(printable(info.name) for info in excess)
     question = f"Remove {_count(excess)} ({_total_size(excess)}): {names}?"
     return Confirm.ask(question, console=Console(stderr=True), default=False)
 
@@ -141,13 +141,13 @@ def _print_table(args: argparse.Namespace, infos: Sequence[CheckpointInfo], exce
         known = info.world_size > 0
         numbers = [f"{value:,}" if known else _UNKNOWN for value in (info.step, info.epoch, info.samples)]
         processes = str(info.world_size) if known else _UNKNOWN
-        cells = [info.name, *numbers, _age(now - info.created), convert_bytes(info.size), processes]
+        cells = [printable(info.name), *numbers, _age(now - info.created), convert_bytes(info.size), processes]
         state, colour = _state(info, args.verify)
         note = " (to be removed)" if info in excess else ""
         table.add_row(*map(Text, cells), Text(state + note, style=colour))
     console.print(table)
     valid = [info for info in infos if info.is_valid]
-    newest = f"newest valid: {valid[-1].name}" if valid else "none is valid"
+    newest = f"newest valid: {printable(valid[-1].name)}" if valid else "none is valid"
     console.print(Text(f"{_count(infos)}, {_total_size(infos)}; {newest}."), soft_wrap=True)
 
 

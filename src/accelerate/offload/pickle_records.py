@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import IO, Any, ClassVar, NoReturn, TypeVar
 
+from accelerate._base.errors import printable
 from accelerate._base.untrusted import MOST_LEVELS, shown
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ _INSTRUCTIONS = "\x80c\x81Rbaesu(t\x85\x86\x87N\x89\x88)]}\x8fJKMGXUQhjqr\x8a."
 
 def refuse(why: str) -> NoReturn:
     """Refuse a pickle, as torch does what only code could read."""
-    raise pickle.UnpicklingError(why)
+    raise pickle.UnpicklingError(printable(why))
 
 
 class Name(str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.untrusted import (
     can_be_path,
+    escaping_errors,
     first_line,
     is_shape,
+    is_utf8,
     is_whole,
     parse_json,
     path_inside,
@@ -132,9 +134,11 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
 
     try:
         # Only the zip format, which torch has written since 1.6, can be mapped instead of read whole.
-        mapped = check_torch_file(path)
-        with sparse_checked(map_location):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped), mapped
+        mapped = check_torch_file(path) and is_utf8(path)
+        with sparse_checked(map_location), escaping_errors(), ExitStack() as opened:
+            # torch opens no paths that are not UTF-8.
+            source = path if is_utf8(path) else opened.enter_context(path.open("rb"))
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped), mapped
     except ConfigurationError:
         raise
     except Exception as error:  # whatever torch's readers, and those below them, make of broken bytes

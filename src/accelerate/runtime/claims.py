@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from accelerate._base.errors import CheckpointError, ConfigurationError
+from accelerate._base.errors import CheckpointError, ConfigurationError, printable
 from accelerate._base.untrusted import parse_json, read_limited
 from accelerate.runtime.atomic import HIDDEN, Owner, atomic_file, remove_abandoned
 
@@ -184,7 +184,7 @@ def claim(folder: Path) -> None:
         _claim(folder)
     except OSError as error:
         # What is done next may still work, or tells better what is wrong.
-        _LOG.warning("%s could not be claimed, so other runs are not kept out of it: %s", folder, error)
+        _LOG.warning("%s could not be claimed, so other runs are not kept out of it: %s", printable(folder), error)
 
 
 @contextmanager
@@ -321,7 +321,7 @@ def _is_over(holder: Holder, file: Path) -> bool:
         return _happens(lambda: not owner.is_alive() or Holder.read(file) != holder, _SECONDS_TO_DIE)
     _LOG.warning(
         "%s is held by %s, which cannot be seen from here: waiting for a sign of life for up to %.0f s.",
-        file,
+        printable(file),
         owner or "a process that is not known",
         _SECONDS_OF_SILENCE,
     )

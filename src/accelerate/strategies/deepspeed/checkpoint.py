@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from accelerate._base import constants
-from accelerate._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError, printable
 from accelerate._base.imports import require
 from accelerate._base.untrusted import is_whole, path_inside, read_limited, shown
 from accelerate.checkpointing.files import FolderWriter
@@ -403,7 +403,7 @@ def _to_universal(source: Path, target: Path, reader: _Reader) -> None:
     with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):  # it draws bars
         require("deepspeed.checkpoint.ds_to_universal", why=_WHY, extra="deepspeed").main(arguments)
     shutil.rmtree(copied)
-    _LOG.info("%s was converted for another number of processes.", source)
+    _LOG.info("%s was converted for another number of processes.", printable(source))
 
 
 def _copy_checked(source: Path, target: Path, reader: _Reader) -> None:

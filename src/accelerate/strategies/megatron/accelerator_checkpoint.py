@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accelerate._base.constants import OPTIMIZER_NAME
-from accelerate._base.errors import CheckpointError
+from accelerate._base.errors import CheckpointError, printable
 from accelerate._base.untrusted import parse_json, read_limited, shown
 from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
@@ -233,7 +233,9 @@ class MegatronRandomPart:
         path = folder / f"{_RANDOM}_{options.rank}.bin"
         if options.saved_world_size == options.world_size and path.is_file():
             return read_torch(path, options, map_location="cpu")
-        _LOG.warning("The generators of Megatron's layers go on as they are: %s has no states for this rank.", folder)
+        _LOG.warning(
+            "The generators of Megatron's layers go on as they are: %s has no states for this rank.", printable(folder)
+        )
         return None
 
     def restore(self, payload: Any) -> None:
