@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
+from accelerate._base.untrusted import shown
 from accelerate.collectives.base import communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
 from accelerate.offload.safetensors_format import dtype_name, make_header, read_header, tensor_bytes
@@ -155,6 +156,7 @@ class _CheckpointLoader:
                 if name not in beside:
                     self.unexpected.append(name)
                 continue
+            _check_is_tensor(name, file.like(name), file.path)
             scales = scales_name(name)
             self._put(target, file, name, scales if scales in present else None)
             self.loaded[target] = (file, name)
@@ -287,6 +289,13 @@ class _CheckpointLoader:
             for name, source, wanted in entries:
                 self._index(name, path, source, wanted.dtype)
         self.to_convert.clear()
+
+
+def _check_is_tensor(name: str, value: Any, path: Path) -> None:
+    if not isinstance(value, torch.Tensor) and name.rpartition(".")[2] != _EXTRA_STATE:
+        raise ConfigurationError(
+            f"{str(path)!r} holds {shown(value)} for {name!r}, which is not a tensor. Give a file with the state dict of a model."
+        )
 
 
 def _no_folder(name: str) -> ConfigurationError:
@@ -426,7 +435,8 @@ def _load_sharded(
     for part in [files] if whole else [[file] for file in files]:
         state = {name: value for file in part for name, value in load_state_dict(file).items()} if read else {}
         if dtype is not None:
-            state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+            floats = {name for name, value in state.items() if torch.is_tensor(value) and value.is_floating_point()}
+            state = {name: value.to(dtype) if name in floats else value for name, value in state.items()}
         set_model_state_dict(model, state, options=options)
 
 

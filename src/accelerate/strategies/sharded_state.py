@@ -18,6 +18,7 @@ from torch import nn
 
 from accelerate._base.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._base.errors import CheckpointError
+from accelerate._base.untrusted import shown
 from accelerate.checkpointing import sharded
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.parts import (
@@ -25,6 +26,7 @@ from accelerate.checkpointing.parts import (
     OptimizerPart,
     Part,
     Prepared,
+    as_mapping,
     check_optimizer_file,
     check_optimizer_state,
     indexed,
@@ -356,8 +358,8 @@ class ShardedPart(ABC):
 
     def read_file(self, folder: Path, options: LoadOptions) -> StateDict:
         """Return a state that was saved in full."""
-        found: StateDict = read_torch(folder / self.file_name, options)
-        return found
+        file = folder / self.file_name
+        return dict(as_mapping(read_torch(file, options), repr(str(file))))
 
     def check(self, path: Path, metadata: Metadata) -> None:  # noqa: B027 - a part may have nothing to compare
         """Raise a CheckpointError if shards are of something else."""
@@ -383,11 +385,21 @@ class ShardedModelPart(ShardedPart):
         return super().read(folder, options)
 
     def read_file(self, folder: Path, options: LoadOptions) -> StateDict:
-        if (folder / self.file_name).is_file():
-            return super().read_file(folder, options)
-        # A checkpoint of a run that did not shard.
-        found = read_weights(folder, self.index, options)
-        for aliases in UnshardedParameters.of(self.model).tied:
+        is_own = (folder / self.file_name).is_file()  # otherwise it is the checkpoint of a run that did not shard
+        found = super().read_file(folder, options) if is_own else read_weights(folder, self.index, options)
+        for name, shape in UnshardedParameters.of(self.model).shapes.items():
+            value = found.get(name)
+            if name in found and (not isinstance(value, torch.Tensor) or tuple(value.shape) != shape):
+                what = (
+                    f"the shape {tuple(value.shape)}"
+                    if isinstance(value, torch.Tensor)
+                    else f"the value {shown(value)}"
+                )
+                raise CheckpointError(
+                    f"The weights in {str(folder)!r} are not those of this {type(self.model).__name__}: {name!r} has {what}, and "
+                    f"the model has the shape {shape}. Build the model as it was when the checkpoint was saved."
+                )
+        for aliases in [] if is_own else UnshardedParameters.of(self.model).tied:
             saved = next((name for name in aliases if name in found), None)
             if saved is not None:
                 found.update(dict.fromkeys(aliases, found[saved]))

@@ -142,6 +142,13 @@ def save(model: nn.Module, path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_value_that_is_not_a_tensor_is_told(place: str, tmp_path: Path) -> None:
+    torch.save(net().state_dict() | {"0.weight": "heavy"}, tmp_path / "w.bin")
+    with pytest.raises(ValueError, match=r"w\.bin.*'heavy'.*'0\.weight'"):
+        load_checkpoint_in_model(net(), tmp_path / "w.bin", {"": place}, offload_folder=tmp_path / "o")
+
+
 @pytest.mark.parametrize("name", ["w.bin", "w.safetensors"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_is_loaded_without_a_map(name: str, device: str, tmp_path: Path) -> None:
