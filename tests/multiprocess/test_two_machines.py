@@ -68,6 +68,37 @@ def options(address: str, rank: int, backend: str, script: Path) -> list[str]:
     return [*words, str(script)]
 
 
+def test_machines_without_ranks_meet_at_the_one_that_has_the_address(machines: TwoMachines, script: Path) -> None:
+    common = [
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "2",
+        "--rdzv_backend",
+        "c10d",
+        "--main_process_port",
+        "29412",
+    ]
+    words = [*common, "--main_process_ip", machines.addresses[0], str(script)]
+    found = facts_of(machines.run(dict.fromkeys((0, 1), words)))
+    assert sorted(str(fact["rank"]) for fact in found) == ["0", "1"]
+    # An address that no machine has.
+    words = [
+        *common,
+        "--main_process_ip",
+        machines.addresses[0][:-1] + "9",
+        "--rdzv_conf",
+        "read_timeout=2",
+        str(script),
+    ]
+    (missing,) = machines.run({0: words})
+    assert missing.returncode != 0
+    assert f"{machines.addresses[0][:-1]}9:29412" in missing.stderr
+    assert "Traceback" not in missing.stderr
+    assert "frame #" not in missing.stderr
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_train_one_model(machines: TwoMachines, script: Path, backend: str) -> None:
     runs = machines.run({rank: options(machines.addresses[0], rank, backend, script) for rank in (0, 1)})

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hmac
 import io
 import pickle
+import socket
+import time
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
@@ -30,6 +32,7 @@ from accelerate.devices.machine import owns_address
 
 RUN_TOKEN = "ACCELERATE_RUN_TOKEN"
 _SIGNATURE_BYTES = 32
+_SECONDS_BETWEEN_ATTEMPTS = 0.2
 # Everything that the state of a rendezvous consists of besides strings, numbers and containers.
 _STATE_CLASSES = {
     ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState"),
@@ -69,17 +72,38 @@ def _open_store(parameters: RendezvousParameters) -> tuple[RendezvousBackend, St
 
     torch compares the address with those that the machine's own name leads to, often 127.0.1.1 alone.
     """
-    if parameters.get("is_host") is not None or parameters.get("store_type", "tcp").strip().lower() != "tcp":
+    if parameters.get("store_type", "tcp").strip().lower() != "tcp":
         return c10d.create_backend(parameters)
-    address = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)[0]
-    if owns_address(address):
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=c10d.DEFAULT_PORT)
+    is_host = parameters.get_as_bool("is_host")
+    if is_host or (is_host is None and owns_address(address)):
         parameters.config["is_host"] = "True"
         try:
             return c10d.create_backend(parameters)
         except RendezvousConnectionError:
-            pass  # another launcher on this machine holds the store
+            # Without a rank, another launcher on this machine may hold the store.
+            if is_host:
+                raise
     parameters.config["is_host"] = "False"
+    _await_listener(address, port, parameters.get_as_int("read_timeout", 60) or 60)
     return c10d.create_backend(parameters)
+
+
+def _await_listener(address: str, port: int, seconds: int) -> None:
+    """Wait until something listens there: torch's own client writes its C++ stack to the terminal at every attempt.
+
+    Raises:
+        RendezvousConnectionError: Nothing does in time.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise RendezvousConnectionError(str(error)) from error
+        time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
 
 
 class CheckedBackend(RendezvousBackend):
