@@ -76,6 +76,19 @@ def _agent_numbers(config: RunConfig, environ: Mapping[str, str]) -> None:
             )
 
 
+def _hostfile(config: RunConfig, environ: Mapping[str, str]) -> None:
+    if (
+        config["use_deepspeed"]
+        and config["deepspeed_hostfile"]
+        and config["deepspeed_multinode_launcher"] == "standard"
+    ):
+        raise ConfigurationError(
+            f"{config.shown('deepspeed_hostfile')} names machines, and {config.shown('deepspeed_multinode_launcher')} starts "
+            "processes on this machine only. Leave the hostfile out and start each machine with its --machine_rank, or write "
+            "--deepspeed_multinode_launcher pdsh."
+        )
+
+
 def is_pod(environ: Mapping[str, str]) -> bool:
     """Return whether a cluster gave this process a rank among several, and no place on its machine, as a PyTorchJob does."""
     size = number_in(environ.get("WORLD_SIZE", ""))
@@ -275,6 +288,7 @@ _RULES: tuple[Rule, ...] = (
     _counts,
     _agent_numbers,
     _pods,
+    _hostfile,
     _range,
     _address,
     _port,

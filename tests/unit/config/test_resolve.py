@@ -290,6 +290,11 @@ def test_a_job_on_sagemaker_is_marked(tmp_path: Path) -> None:
             ["--num_processes 2", "multiple"],
         ),
         (["--machine_rank", "1"], GPUS, ["machine_rank=1", "from 0 to 0"]),
+        (
+            ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", "standard"],
+            GPUS,
+            ["deepspeed_hostfile='hosts'", "'standard'"],
+        ),
         (["--max_restarts", "-1"], GPUS, ["max_restarts=-1"]),
         (["--monitor_interval", "nan"], GPUS, ["monitor_interval=nan"]),
         (["--monitor_interval", "0"], GPUS, ["monitor_interval=0"]),

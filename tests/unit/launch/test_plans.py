@@ -375,7 +375,7 @@ def test_deepspeed_under_the_agent() -> None:
     assert plan_of(use_deepspeed=True, num_processes=4).mode == "elastic"
     by_hand = {**MACHINES, "use_deepspeed": True, "machine_rank": 1}
     assert plan_of(**by_hand).mode == "elastic"  # nothing names the other machines
-    assert plan_of(**by_hand, deepspeed_multinode_launcher="standard", deepspeed_hostfile="hosts").mode == "elastic"
+    assert plan_of(**by_hand, deepspeed_multinode_launcher="standard").mode == "elastic"
 
 
 @pytest.mark.parametrize(
