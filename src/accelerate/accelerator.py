@@ -56,7 +56,7 @@ from accelerate.session.setup import resolve_options, start_run
 from accelerate.session.stepper import GradientStepper, trigger_sync_in_backward
 from accelerate.session.trackers import RunTrackers
 from accelerate.state import AcceleratorState, AxisRank, ProcessControl, View, choose_group
-from accelerate.strategies.base import Owner
+from accelerate.strategies.base import AcceleratorReference
 from accelerate.watch.preemption import ignore_signals
 
 if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
@@ -166,7 +166,7 @@ class Accelerator(ProcessControl):
             global_batch_size=global_batch_size,
         )
         self._run = run = start_run(options, choose_group)
-        run.strategy.context = replace(run.strategy.context, accelerator=Owner(self))
+        run.strategy.context = replace(run.strategy.context, accelerator=AcceleratorReference(self))
         self._objects = objects = PreparedObjects()
         self.progress = progress = Progress()
         """How far the run has come: `epoch`, `step` (optimizer updates) and `samples`; saved with its checkpoints."""

@@ -167,7 +167,7 @@ class PreparedTogether:
     schedulers: tuple[Any, ...]
 
 
-class Owner:
+class AcceleratorReference:
     """Weak reference that can be pickled together with its object: an `Accelerator` is freed as soon as nothing uses it."""
 
     def __init__(self, owner: object) -> None:
@@ -190,7 +190,7 @@ class StrategyContext:
     ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
     parallelism: ParallelismConfig | None = None
     fsdp: FullyShardedDataParallelPlugin | None = None
-    accelerator: Owner | None = None
+    accelerator: AcceleratorReference | None = None
     """Refers to the `Accelerator` of the run, which functions expect that other libraries replace."""
 
 

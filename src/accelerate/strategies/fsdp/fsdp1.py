@@ -64,7 +64,7 @@ class FSDP1Strategy(FSDPStrategy):
         axes = (MeshAxis.DP_REPLICATE.value, MeshAxis.DP_SHARD.value)
         return init_device_mesh(device, (world // shards, shards), mesh_dim_names=axes)
 
-    def check_model(self, model: nn.Module) -> None:
+    def check_model(self, model: nn.Module, *, evaluation: bool) -> None:
         """Refuse a flat parameter of frozen and trained parameters, such as those of LoRA, which torch cannot train."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
