@@ -7,7 +7,7 @@ import pickle
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from itertools import islice, zip_longest
+from itertools import islice, product, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -539,3 +539,30 @@ def test_a_position_counts_what_was_skipped_before_prepare(count: int) -> None:
     rest = run_group(skipped_and_resumed, count, begun[0])
     for kind in SKIPPABLE:
         assert sorted(n for part in (*begun, *rest) for n in part[kind][0]) == list(range(11)), kind
+
+
+def resumed_dispatchers() -> list[str]:
+    """Return which dispatched epochs end otherwise after a resume, or after batches were skipped; none should."""
+    cpu()
+    wrong = []
+    configs: tuple[dict[str, Any], ...] = ({}, {"use_stateful_dataloader": True}, {"use_seedable_sampler": True})
+    for (kind, make), options, left_out in product(SKIPPABLE.items(), configs, (0, 1)):
+        loader = dispatched(skip_first_batches(make(), left_out), **options)
+        whole, states = [], []
+        for batch in loader:
+            whole.append(batch.tolist())
+            states.append(loader.state_dict())
+        for done, state in enumerate(states[:-1], 1):
+            for skips in (False, True):
+                resumed = dispatched(skip_first_batches(make(), left_out), **options)
+                resumed.load_state_dict(state)
+                rest = [batch.tolist() for batch in (skip_first_batches(resumed, done) if skips else resumed)]
+                if rest != whole[done:]:
+                    wrong.append(f"{kind}, {options}, {left_out}, {skips}: {rest} instead of {whole[done:]}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_dispatched_epoch_is_completed_from_its_first_batch_after_a_resume(count: int) -> None:
+    assert run_group(resumed_dispatchers, count) == [[]] * count

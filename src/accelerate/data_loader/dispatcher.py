@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import islice
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from accelerate._base.errors import ConfigurationError
 from accelerate.collectives.nested import children, is_namedtuple, leaves, place_batch, rebuilt
@@ -23,11 +26,19 @@ from accelerate.data_loader.channel import (
     SendingEnd,
     StepMessage,
 )
-from accelerate.data_loader.draws import nested_samplers
+from accelerate.data_loader.draws import RandomStreams, nested_samplers
 from accelerate.data_loader.order import length_of
 from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
-from accelerate.data_loader.samplers import data_shard, known_size, outer_batch_sampler, skipped_batches, without_skips
+from accelerate.data_loader.samplers import (
+    IndexShard,
+    copy_loader,
+    data_shard,
+    known_size,
+    outer_batch_sampler,
+    skipped_batches,
+    without_skips,
+)
 from accelerate.runtime import current
 
 
@@ -234,22 +245,50 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         is_placed = point.start > 0 and self._place_dataset(point)
         source = self._sampler_source()
         is_there = source is not None or is_placed or point.is_reached_by_torchdata
-        consumed = point.samples if is_there else 0
+        size = getattr(outer_batch_sampler(base), "batch_size", None) or 1
+        left_out = 0 if is_there else self.left_out
+        consumed = point.samples if is_there else left_out * size
         if source is not None:
             consumed = max(consumed, source.open_pass(base, point, dataset_is_placed=is_placed).plan.start)
-        skipped = 0 if point.start else self.left_out + self.skip_batches * per_step
-        batches = islice(self._start_reading(base), skipped, None)
-        size = getattr(outer_batch_sampler(base), "batch_size", None) or 1
-        if not point.start:
-            consumed += (skipped_batches(nested_samplers(base)) + skipped) * size
-        assembler = StepAssembler(self._num_shards, per_step, self._drop_last, self.slice_fn is not None)
+        start = 0 if is_there else max(point.start - consumed, 0)
+        batches = islice(self._start_reading(base), left_out, None)
+        skipped = 0 if point.start else self.skip_batches * per_step
+        opening = list(islice(batches, min(skipped, 1)))
+        batches = islice(batches, max(skipped - 1, 0), None)
+        skipped_by_samplers = 0 if point.start else skipped_batches(nested_samplers(base))
+        read_first: Callable[[], Any] | None = None
+        if source is not None and (point.samples or skipped_by_samplers):
+            read_first = cache(partial(self._read_first, source))
+        elif opening:
+            read_first = partial(getitem, opening, 0)
+        consumed += (skipped_by_samplers + skipped) * size
+        is_cut_by_user = self.slice_fn is not None
+        assembler = StepAssembler(self._num_shards, per_step, self._drop_last, is_cut_by_user, read_first)
         saves = self._saves_state()
-        for step in assembler.steps(batches, 0 if is_there else point.start, consumed):
+        for step in assembler.steps(batches, start, consumed):
             if source is not None:
                 step.consumed += max(source.observed.left_out - consumed, 0)
             step.state = None if saves is None else saves()
             self._pack(step)
             yield step
+
+    def _start_progress(self, progress: EpochProgress, point: ResumePoint) -> None:
+        super()._start_progress(progress, point)
+        dataset = getattr(self.base_dataloader, "dataset", None)
+        if isinstance(dataset, IterableDataset) and not hasattr(dataset, "load_state_dict"):
+            # Torchdata's loader would read everything again too, and keep the epoch's first batch to itself.
+            progress.torchdata_counts = False
+
+    def _read_first(self, source: DataSource) -> Any:
+        """Read the epoch's first batch, from which a pass that began later completes its last step."""
+        base, indices = self.base_dataloader, source.observed.first
+        changes: dict[str, Any] = {"num_workers": 0, "persistent_workers": False, "timeout": 0}
+        if base.batch_sampler is not None:
+            changes["batch_sampler"] = [indices]
+        else:
+            changes["sampler"] = indices if isinstance(base.sampler, IndexShard) else [indices]
+        with RandomStreams(base).borrowed():
+            return next(iter(copy_loader(base, **changes)))
 
     def _sampler_source(self) -> DataSource | None:
         return next((part for part in nested_samplers(self.base_dataloader) if isinstance(part, DataSource)), None)
@@ -419,12 +458,14 @@ class StepAssembler:
     Args:
         per_step: Batches of a step: one a process, or a single one that they share.
         whole: Whether each process gets the joined batch and cuts its piece itself.
+        read_first: Returns the first batch of the epoch, where that is not the first one of the pass.
     """
 
     num_parts: int
     per_step: int
     drop_last: bool = False
     whole: bool = False
+    read_first: Callable[[], Any] | None = None
 
     def steps(self, batches: Iterable[Any], start: int = 0, consumed: int = 0) -> Iterator[DispatchStep]:
         """Yield the steps of a pass.
@@ -489,6 +530,7 @@ class StepAssembler:
 
     def _completed(self, joined: Any, samples: int, total: int, first: Any) -> Any:
         """Repeat samples of the first batch up to `total`, or of the step itself where that has another shape."""
+        first = first if self.read_first is None else self.read_first()
         for pool, rows in ((first, count_rows(first)), (joined, samples)):
             if not rows:
                 continue

@@ -57,11 +57,13 @@ class Observations:
         total: Samples of the epoch, once a sampler that could not say it has ended.
         batches: Sizes of the batches that were drawn and not yet handed out, where they vary.
         left_out: Samples of the first batches, which every pass leaves out, where batches vary in size.
+        first: The indices of the epoch's first batch, for a process that reads alone.
     """
 
     total: int | None = None
     batches: deque[BatchSize] = field(default_factory=deque)
     left_out: int = 0
+    first: list[int] = field(default_factory=list)
 
 
 UNKNOWN_SHARE = Share(None, None)

@@ -254,6 +254,9 @@ class BatchSamplerShard(BatchSampler, DataSource):
         if not has_exact_length(sampler):
             batches = _counted(batches, observed, start, replace(plan, start=start).num_batches)
         if self.num_processes == 1:
+            opening = list(islice(batches, 1))
+            observed.first = head or [index for batch in opening for index in batch]
+            yield from opening
             yield from batches
             return
         for indices, _ in plan.deal(batches, list(batched(iter(head), size, False))):
@@ -266,6 +269,7 @@ class BatchSamplerShard(BatchSampler, DataSource):
         if self.num_processes == 1 and plan.start == 0:
             # Handed out as they come: nobody waits for the next to see whether a short one was the last.
             for batch in batches:
+                observed.first = observed.first or batch
                 real = len(batch)
                 is_short = self.batch_size is not None and real < self.batch_size
                 observed.batches.append(BatchSize(Share(real, real), real, real if is_short else 0))
@@ -278,6 +282,7 @@ class BatchSamplerShard(BatchSampler, DataSource):
             passed += len(batch)
             if passed > plan.start:
                 batches = chain([batch[plan.start - passed :]], batches)
+        observed.first = first[0] if first else []
         for indices, size in plan.deal(batches, first):
             observed.batches.append(size)
             yield indices
