@@ -358,11 +358,9 @@ class DataLoaderAdapter:
         return iter(loader)
 
     def _begin_torchdata_epoch(self) -> None:
-        """Restore what the end of the last epoch left in datasets; nothing else matters to the next.
-
-        Torchdata (0.11) would restore the finished iterator, which reads and draws again what an epoch ago was read and
-        drawn, and then make another one.
-        """
+        """Restore the state of a dataset after an epoch that was read to its end."""
+        # Torchdata (0.11) would restore the finished iterator, which repeats all reads and draws of its epoch, and then
+        # create a second iterator with a second seed. Nothing but the dataset's state matters to the next epoch.
         base = self.base_dataloader
         if hasattr(base.dataset, "load_state_dict"):
             if base.persistent_workers:

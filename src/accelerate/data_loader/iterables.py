@@ -120,9 +120,9 @@ class IterableDatasetShard(IterableDataset[Any], DataSource):
         in_files = sum(self._point.files)
         dropped = samples_of_worker(self._point.samples - in_files, self._point.unit or size, self._point.streams)
         if self.left_out and dropped:
-            no_part_of_it = min(samples_of_worker(self.left_out, self.batch_size), dropped)
-            next(islice(elements, no_part_of_it, no_part_of_it), None)
-            dropped -= no_part_of_it
+            left_out = min(samples_of_worker(self.left_out, self.batch_size), dropped)
+            next(islice(elements, left_out, left_out), None)
+            dropped -= left_out
         first = list(islice(elements, min(size, dropped)))
         next(islice(elements, dropped - len(first), dropped - len(first)), None)
         # Only a whole first group completes the last one as in a pass that was never stopped.
