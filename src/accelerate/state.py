@@ -182,10 +182,11 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give this process its contiguous share of `inputs`.
+        """Yield this process's contiguous slice of `inputs`: a list, tuple, tensor or `datasets.Dataset`, or a dict of these.
 
         The first `len(inputs) % num_processes` processes get one element more; with fewer inputs than processes the
-        last ones get nothing. `apply_padding` repeats the last element so that all shares have one length.
+        last ones get nothing. `apply_padding` repeats the last element so that all slices have the same length. Inputs of
+        other types, such as strings and NumPy arrays, are not split: every process gets all of them.
 
         Example:
             ```python

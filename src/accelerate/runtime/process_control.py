@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pdb  # noqa: T100 - a debugger is what this module offers
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -81,11 +81,11 @@ def share_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def split_between(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:
-    """Return this rank's contiguous share of `inputs`.
+    """Return this rank's contiguous slice of `inputs`.
 
-    Lists, tuples, strings, tensors, arrays and anything else that can be sliced is cut; a mapping is cut value by
-    value into a new one; a `datasets.Dataset` by its `select`; what has no length is returned whole. With
-    `apply_padding` the last element of a shorter share is repeated, so that all shares have one length.
+    Lists, tuples, tensors and a `datasets.Dataset` are split, and mappings value by value. Anything else, such as a
+    string or a NumPy array, is returned unchanged. With `apply_padding` the last element of a shorter slice is repeated,
+    so that all slices have the same length.
     """
     if world_size == 1:
         return inputs
@@ -96,18 +96,26 @@ def split_between(inputs: Any, rank: int, world_size: int, *, apply_padding: boo
     length = len(inputs)
     begin, end = share_bounds(length, rank, world_size)
     missing = -(-length // world_size) - (end - begin) if apply_padding and length else 0
-    if hasattr(inputs, "select") and hasattr(inputs, "features"):
+    if _is_dataset(inputs):
         if missing or begin == end:
             return inputs.select([*range(begin, end), *[length - 1] * missing])
         return inputs.select(range(begin, end))  # stays a slice of the table; a list becomes a table of indices
-    share = inputs[begin:end]
-    return _repeat_last(share, inputs, missing) if missing else share
+    rows, last = inputs[begin:end], inputs[-1:]
+    if not missing:
+        return rows
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([rows, *[last] * missing])
+    return rows + last * missing
+
+
+def _is_dataset(inputs: Any) -> bool:
+    return hasattr(inputs, "select") and hasattr(inputs, "features")
 
 
 def _can_be_cut(inputs: Any) -> bool:
     if isinstance(inputs, torch.Tensor):
         return inputs.dim() > 0
-    return hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")
+    return isinstance(inputs, list | tuple) or _is_dataset(inputs)
 
 
 def _split_mapping(inputs: Mapping[Any, Any], rank: int, world_size: int, apply_padding: bool) -> dict[Any, Any]:
@@ -118,19 +126,6 @@ def _split_mapping(inputs: Mapping[Any, Any], rank: int, world_size: int, apply_
             "Split them one by one, or bring them to one length."
         )
     return {key: split_between(value, rank, world_size, apply_padding=apply_padding) for key, value in inputs.items()}
-
-
-def _repeat_last(share: Any, inputs: Any, missing: int) -> Any:
-    last = inputs[-1:]
-    if isinstance(inputs, torch.Tensor):
-        return torch.cat([share, *[last.to(share.device)] * missing])
-    if isinstance(inputs, range):
-        return [*share, *list(last) * missing]
-    if isinstance(inputs, Sequence):
-        return share + last * missing
-    import numpy
-
-    return numpy.concatenate([share, *[last] * missing])
 
 
 class _DebuggerPrompt(pdb.Pdb):

@@ -52,9 +52,10 @@ def test_bounds_touch_and_cover(length: int, world_size: int) -> None:
     [
         (["a", "b", "c"], [["a", "b"], ["c"]]),
         (("a", "b", "c"), [("a", "b"), ("c",)]),
-        ("abc", ["ab", "c"]),
-        (range(3), [range(2), range(2, 3)]),
-        ({"x": [1, 2, 3], "y": "abc"}, [{"x": [1, 2], "y": "ab"}, {"x": [3], "y": "c"}]),
+        ("abc", ["abc", "abc"]),
+        (b"abc", [b"abc", b"abc"]),
+        (range(3), [range(3), range(3)]),
+        ({"x": [1, 2, 3], "y": "ab"}, [{"x": [1, 2], "y": "ab"}, {"x": [3], "y": "ab"}]),
         (["a"], [["a"], []]),
         ([], [[], []]),
         (7, [7, 7]),
@@ -64,19 +65,22 @@ def test_kinds_of_inputs(inputs: Any, expected: list[Any]) -> None:
     assert shares(inputs, 2) == expected
 
 
-def test_tensors_and_arrays() -> None:
-    for inputs in (torch.arange(10).reshape(5, 2), numpy.arange(10).reshape(5, 2)):
-        found = shares(inputs, 3)
-        assert all(type(share) is type(inputs) for share in found)
-        assert [share.tolist() for share in found] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
-        padded = shares(inputs, 3, apply_padding=True)
-        assert [share.tolist() for share in padded] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [8, 9]]]
+def test_tensors_are_split_and_arrays_are_not() -> None:
+    inputs = torch.arange(10).reshape(5, 2)
+    assert [share.tolist() for share in shares(inputs, 3)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
+    padded = shares(inputs, 3, apply_padding=True)
+    assert [share.tolist() for share in padded] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [8, 9]]]
+    array = numpy.arange(5)
+    for apply_padding in (False, True):
+        assert all(share is array for share in shares(array, 3, apply_padding=apply_padding))
+        found = shares({"array": array, "list": [1, 2, 3]}, 3, apply_padding=apply_padding)
+        assert [(share["array"] is array, share["list"]) for share in found] == [(True, [1]), (True, [2]), (True, [3])]
     assert shares(torch.tensor(3), 2) == [torch.tensor(3)] * 2
 
 
 @pytest.mark.parametrize(
     ("inputs", "last"),
-    [("abc", "cc"), (("a", "b", "c"), ("c", "c")), (range(3), [2, 2]), ({"x": [1, 2, 3]}, {"x": [3, 3]})],
+    [("abc", "abc"), (("a", "b", "c"), ("c", "c")), (range(3), range(3)), ({"x": [1, 2, 3]}, {"x": [3, 3]})],
 )
 def test_padding_of_other_kinds(inputs: Any, last: Any) -> None:
     assert shares(inputs, 2, apply_padding=True)[1] == last
