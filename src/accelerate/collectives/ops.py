@@ -6,6 +6,7 @@ back on the device of the tensor that was given, so that it combines with the va
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -42,7 +43,7 @@ _REDUCTIONS: dict[str, ReduceOp] = {"sum": "sum", "mean": "mean", "max": "max", 
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Say that a nested tensor was given for padding and came back as it was."""
+    """Warn that `pad_across_processes` returned a nested tensor unchanged."""
 
 
 def gather(tensor: Any) -> Any:
@@ -55,8 +56,6 @@ def gather(tensor: Any) -> Any:
     """
     runtime = current.runtime()
     if not runtime.is_distributed:
-        if isinstance(tensor, (str, bytes)):
-            _require_tensors("gather", tensor)
         return tensor
     _require_tensors("gather", tensor)
     if runtime.checked:
@@ -97,13 +96,15 @@ def gather_object(object: Any) -> Any:
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Overwrite every tensor with that of `from_process`, in place, and return the structure.
 
+    In a run with one process the value is returned unchanged.
+
     Raises:
         WrongTypeError: for a leaf that is not a tensor.
     """
     runtime = current.runtime()
-    _require_tensors("broadcast", tensor)
     if not runtime.is_distributed:
         return tensor
+    _require_tensors("broadcast", tensor)
     _require_rank("broadcast", from_process, runtime.world_size)
     if runtime.checked:
         verify("broadcast", tensor)
@@ -111,18 +112,22 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite the entries of the list with those of `from_process`, in place, and return it."""
+    """Overwrite the entries of the list with those of `from_process`, in place, and return it.
+
+    In a run with one process the value is returned unchanged.
+    """
     runtime = current.runtime()
+    if not runtime.is_distributed:
+        return object_list
     if not isinstance(object_list, list):
         raise WrongTypeError(
             f"broadcast_object_list was given {object_list!r} of type {type(object_list)!r}, which it cannot overwrite "
             "in place; pass a list"
         )
-    if runtime.is_distributed:
-        _require_rank("broadcast_object_list", from_process, runtime.world_size)
-        if runtime.checked:
-            verify("broadcast_object_list")
-        communicator().broadcast_objects(object_list, from_process)
+    _require_rank("broadcast_object_list", from_process, runtime.world_size)
+    if runtime.checked:
+        verify("broadcast_object_list")
+    communicator().broadcast_objects(object_list, from_process)
     return object_list
 
 
@@ -155,7 +160,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad every tensor along `dim` to the largest size that any process has.
 
-    A tensor without that dimension is left as it is.
+    A tensor without that dimension is returned unchanged, and a nested tensor too, with a warning.
 
     Args:
         pad_index: the value to pad with.
@@ -166,6 +171,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     """
     runtime = current.runtime()
     _require_tensors("pad_across_processes", tensor)
+    if any(leaf.is_nested for _, leaf in leaves(tensor)):
+        warnings.warn(
+            "pad_across_processes was given a nested tensor and returns it unchanged; pass "
+            "`torch.nested.to_padded_tensor(tensor, 0)` to pad it.",
+            CannotPadNestedTensorWarning,
+            stacklevel=user_stacklevel(),
+        )
     if not runtime.is_distributed:
         return tensor
     if runtime.checked:
@@ -256,14 +268,6 @@ def _size_along(tensor: Tensor, dim: int) -> int:
 
 
 def _padded(tensor: Tensor, dim: int, size: int, value: int, first: bool) -> Tensor:
-    if tensor.is_nested:
-        warn_once(
-            "a nested tensor was given to pad_across_processes and is left as it is; pass "
-            "`torch.nested.to_padded_tensor(tensor, 0)` to pad it.",
-            CannotPadNestedTensorWarning,
-            stacklevel=user_stacklevel(),
-        )
-        return tensor
     own = _size_along(tensor, dim)
     if own in (-1, size):
         return tensor
