@@ -7,9 +7,13 @@ from accelerate._base.errors import (
     CheckpointError,
     ConfigurationError,
     DistributedOperationException,
+    MissingFileError,
     MissingPackageError,
+    MissingWeightsError,
     UnsupportedTorchError,
     UsageError,
+    WeightsMismatchError,
+    WrongHandlerError,
     WrongTypeError,
 )
 
@@ -18,8 +22,12 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DistributedOperationException",
+    "MissingFileError",
     "MissingPackageError",
+    "MissingWeightsError",
     "UnsupportedTorchError",
     "UsageError",
+    "WeightsMismatchError",
+    "WrongHandlerError",
     "WrongTypeError",
 ]

@@ -118,6 +118,14 @@ def failures(folder: str) -> dict[str, Any]:
     with pytest.raises(CheckpointError) as caught:
         run.accelerator.load_state(f"{folder}/kept/good")
     found["load"] = str(caught.value)
+    run.accelerator.wait_for_everyone()
+    if rank == 0:  # without a manifest the files that are read decide
+        for name in ("manifest.json", "model.safetensors"):
+            Path(f"{folder}/kept/good/{name}").unlink()
+    run.accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError) as without_manifest:
+        run.accelerator.load_state(f"{folder}/kept/good")
+    found["kinds"] = [isinstance(error.value, FileNotFoundError) for error in (caught, without_manifest)]
     return found
 
 
@@ -147,6 +155,7 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(on_tw
         assert "Rank 1: OSError: [Errno 28] No space left on device: 'some/file'" in first[key]
     assert first["left"] == ["good"]
     assert "random_states_1.pkl: it is missing" in first["load"]
+    assert first["kinds"] == [True, True]
 
 
 def train_whole(items: bool) -> list[float]:

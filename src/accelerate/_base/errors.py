@@ -3,11 +3,15 @@
 ```text
 AccelerateError
 ├── ConfigurationError (ValueError)              wrong arguments, contradictory settings
+│   ├── WeightsMismatchError (RuntimeError)      weights that do not fit the model
+│   └── MissingWeightsError (FileNotFoundError)  a weights file that does not exist
 ├── WrongTypeError (TypeError)                   an object of a type that cannot work
+│   └── WrongHandlerError (AssertionError)       an entry of `kwargs_handlers` that is not a known handler
 ├── UsageError (RuntimeError)                    right arguments, wrong moment
 ├── MissingPackageError (ImportError)            an optional package is needed and absent
 ├── UnsupportedTorchError (RuntimeError)         the installed torch lacks something that a feature needs
 ├── CheckpointError (RuntimeError)               a checkpoint cannot be written or read
+│   └── MissingFileError (FileNotFoundError)     a file of a checkpoint does not exist
 └── DistributedOperationException (RuntimeError) checked mode: the ranks disagree about a collective
 ```
 """
@@ -43,6 +47,18 @@ class WrongTypeError(AccelerateError, TypeError):
     """Report an object of a type that the operation cannot handle."""
 
 
+class WeightsMismatchError(ConfigurationError, RuntimeError):
+    """Report weights whose names or shapes do not fit the model."""
+
+
+class MissingWeightsError(ConfigurationError, FileNotFoundError):
+    """Report a weights file that does not exist."""
+
+
+class WrongHandlerError(WrongTypeError, AssertionError):
+    """Report an entry of `kwargs_handlers` that is not an instance of a known handler."""
+
+
 class UsageError(AccelerateError, RuntimeError):
     """Report a call that is right in itself but comes at the wrong moment."""
 
@@ -57,6 +73,10 @@ class UnsupportedTorchError(AccelerateError, RuntimeError):
 
 class CheckpointError(AccelerateError, RuntimeError):
     """Report a checkpoint that could not be written, or one that is broken or of another run."""
+
+
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """Report a file of a checkpoint that does not exist."""
 
 
 class DistributedOperationException(AccelerateError, RuntimeError):

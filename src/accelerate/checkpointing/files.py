@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _LOG = logging.getLogger(__name__)
+_MISSING = "it is missing"
 T = TypeVar("T")
 _COLUMNS, _ROWS = 509, 64
 _SEGMENT = _COLUMNS * _ROWS * 8
@@ -88,7 +89,7 @@ class FileRecord:
             if checksums and checksum(path) != self.checksum:
                 return FileProblem(self.name, "its bytes have changed since it was written (checksum)")
         except FileNotFoundError:
-            return FileProblem(self.name, "it is missing")
+            return FileProblem(self.name, _MISSING)
         except ConfigurationError:
             return FileProblem(self.name, "it is no file")
         except OSError as error:
@@ -102,6 +103,11 @@ class FileProblem:
 
     file: str
     reason: str
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the file does not exist."""
+        return self.reason == _MISSING
 
     def __str__(self) -> str:
         return f"{printable(self.file)}: {self.reason}"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from accelerate._base import constants
-from accelerate._base.errors import CheckpointError, ConfigurationError, WrongTypeError, printable
+from accelerate._base.errors import CheckpointError, ConfigurationError, MissingFileError, WrongTypeError, printable
 from accelerate._base.untrusted import shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Manifest
@@ -157,7 +157,7 @@ def read_torch(path: Path, options: LoadOptions, **overrides: Any) -> Any:
     try:
         return load_in_threads(path, **keywords)
     except FileNotFoundError as error:
-        raise CheckpointError(
+        raise MissingFileError(
             f"{str(path)!r} is missing: the checkpoint is not whole, or was saved by a run with fewer objects. Prepare "
             "and register the same objects as when it was saved, or use another checkpoint."
         ) from error

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from accelerate._base.errors import CheckpointError, printable
+from accelerate._base.errors import CheckpointError, MissingFileError, printable
 from accelerate.checkpointing.catalog import newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, PendingSave, WorkerThread
 from accelerate.checkpointing.manifest import Facts, Manifest, describe_failure, finish_publish, moment_in, publish
@@ -39,6 +39,10 @@ class BrokenCheckpoint(CheckpointError):
 
     problem = ""
     """What is wrong with its files."""
+
+
+class IncompleteCheckpoint(BrokenCheckpoint, MissingFileError):
+    """Report a checkpoint that lacks a file."""
 
 
 class DividesState(Protocol):
@@ -99,13 +103,15 @@ class RankGroup:
             CheckpointError: The same on every rank, if any rank has failed.
         """
         error = value if isinstance(value, Exception) else None
-        own = (self.leader, value, None) if error is None else (self.leader, None, named(error))
-        answers: list[tuple[int, Any, str | None]] = self.communicator.gather_object(own)
-        failures = [f"Rank {rank}: {failure}" for rank, (_, _, failure) in enumerate(answers) if failure is not None]
+        kind = MissingFileError if isinstance(error, FileNotFoundError) else CheckpointError
+        own = (self.leader, value, None) if error is None else (self.leader, None, (kind, named(error)))
+        answers: list[tuple[int, Any, Any]] = self.communicator.gather_object(own)
+        failures = [(rank, *failure) for rank, (_, _, failure) in enumerate(answers) if failure is not None]
         if failures:
+            rank, kind, failure = failures[0]
             others = f" ({len(failures) - 1} other rank(s) failed too)" if len(failures) > 1 else ""
-            raise CheckpointError(
-                f"The checkpoint {str(target)!r} could not be {doing}. {failures[0]}{others}"
+            raise kind(
+                f"The checkpoint {str(target)!r} could not be {doing}. Rank {rank}: {failure}{others}"
             ) from error
         return [answer for leader, answer, _ in answers if leader == self.leader]
 
@@ -481,10 +487,11 @@ def _agree_to_load(
     source: Path, group: RankGroup, problems: Future[list[FileProblem]], failure: Exception | None
 ) -> None:
     """Wait for the verification, and raise the same error on all ranks if the checkpoint cannot be used."""
-    found = [str(problem) for share in group.communicator.gather_object(problems.result()) for problem in share]
+    found = [problem for share in group.communicator.gather_object(problems.result()) for problem in share]
     if found:
-        problem = "; ".join(found)
-        broken = BrokenCheckpoint(
+        problem = "; ".join(map(str, found))
+        kind = IncompleteCheckpoint if any(entry.is_missing for entry in found) else BrokenCheckpoint
+        broken = kind(
             f"The checkpoint {str(source)!r} is broken: {problem}. Nothing was loaded from it. Use another checkpoint; "
             "load_state() without a path takes the newest valid one."
         )

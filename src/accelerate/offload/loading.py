@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, WeightsMismatchError
 from accelerate._base.untrusted import shown
 from accelerate.collectives.base import communicator
 from accelerate.offload.places import DISK, HOST, META, Place, as_device, lookup
@@ -388,7 +388,7 @@ def load_checkpoint_in_model(
 def _check_names(model: nn.Module, unexpected: Sequence[str], missing: Iterable[str]) -> None:
     missing = sorted(missing)
     if unexpected or missing:
-        raise ConfigurationError(
+        raise WeightsMismatchError(
             f"The checkpoint does not fit {type(model).__name__}: not in the model {unexpected!r}, not in the checkpoint "
             f"{missing!r}. Load the checkpoint of this model, or pass strict=False."
         )

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from accelerate._base import pages
-from accelerate._base.errors import ConfigurationError, UsageError
+from accelerate._base.errors import ConfigurationError, MissingWeightsError, UsageError
 from accelerate._base.untrusted import check_regular, first_line
 from accelerate.devices import registry
 from accelerate.devices.copy_lane import Arrival, CopyLane
@@ -45,7 +45,8 @@ class MappedFile:
     process.
 
     Raises:
-        ConfigurationError: If the file is not there, or is a pipe or a device.
+        MissingWeightsError: If the file does not exist.
+        ConfigurationError: If it is a pipe or a device, or cannot be opened.
     """
 
     def __init__(self, path: FilePath) -> None:
@@ -57,7 +58,8 @@ class MappedFile:
                 self.size = self._identity[1]
                 self._map(file.fileno())
         except OSError as error:
-            raise ConfigurationError(
+            kind = MissingWeightsError if isinstance(error, FileNotFoundError) else ConfigurationError
+            raise kind(
                 f"The weights file {str(path)!r} cannot be opened ({error.strerror or error}), and the model reads "
                 "weights from it. Put it back, or load the checkpoint again from where it is now."
             ) from error

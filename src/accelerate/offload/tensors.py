@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, WeightsMismatchError
 from accelerate.devices import registry
 from accelerate.offload.places import META, Place, as_device
 from accelerate.runtime.torch_private import keeps_identity
@@ -286,10 +286,10 @@ def check_shape(name: str, old: torch.Tensor | None, shape: tuple[int, ...]) -> 
     """Check that a value of a shape can take the place of a tensor.
 
     Raises:
-        ConfigurationError: If the shapes differ.
+        WeightsMismatchError: If the shapes differ.
     """
     if old is not None and not is_rebuilt(old) and shape != tuple(old.shape):
-        raise ConfigurationError(
+        raise WeightsMismatchError(
             f"A value of shape {shape!r} was given for {name!r}, whose shape is {tuple(old.shape)!r}: "
             "the checkpoint belongs to another configuration of the model. Build the model with the sizes of the checkpoint."
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._base.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accelerate._base.errors import ConfigurationError
+from accelerate._base.errors import ConfigurationError, MissingWeightsError
 from accelerate._base.untrusted import (
     can_be_path,
     escaping_errors,
@@ -117,7 +117,7 @@ def _present_shards(index_file: Path) -> list[Path]:
     shards = index_shards(index_file)
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise ConfigurationError(
+        raise MissingWeightsError(
             f"The index {str(index_file)!r} names {missing[0]!r}, which is not beside it ({len(missing)} of "
             f"{len(shards)} shards are missing). Download the folder again."
         )
@@ -141,11 +141,14 @@ def load_torch(path: Path, map_location: str) -> tuple[Any, bool]:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped), mapped
     except ConfigurationError:
         raise
+    except FileNotFoundError as error:
+        raise MissingWeightsError(
+            f"The weights file {str(path)!r} does not exist. Download or save the checkpoint again."
+        ) from error
     except Exception as error:  # whatever torch's readers, and those below them, make of broken bytes
         raise ConfigurationError(
-            f"{str(path)!r} cannot be read as weights that torch saved ({first_line(error)}): it is missing, cut off, or "
-            "not such a file. Save or download it again, or give a file with a dictionary of tensors, or one in the "
-            "safetensors format."
+            f"{str(path)!r} cannot be read as weights that torch saved ({first_line(error)}): it is cut off, or not such a "
+            "file. Save or download it again, or give a file with a dictionary of tensors, or one in the safetensors format."
         ) from error
 
 

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from accelerate._base.enums import FP8BackendType, PrecisionType, RNGType
-from accelerate._base.errors import ConfigurationError, WrongTypeError
+from accelerate._base.errors import ConfigurationError, WrongHandlerError
 from accelerate._base.helpers import Choice, log_once, user_stacklevel, warn_once
 from accelerate._base.imports import is_deepspeed_available, require
 from accelerate.collectives.base import Communicator, communicator
@@ -419,7 +419,7 @@ def _sort_handlers(given: Sequence[KwargsHandler], mixed_precision: str, request
         name = next((name for name, known in types.items() if type(handler) is known), None)
         name = name or next((name for name, known in types.items() if isinstance(handler, known)), None)
         if name is None:
-            raise WrongTypeError(
+            raise WrongHandlerError(
                 f"kwargs_handlers holds {handler!r}, which is not one of "
                 f"{', '.join(known.__name__ for known in types.values())}. Pass instances of these."
             )

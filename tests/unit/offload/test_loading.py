@@ -14,6 +14,7 @@ from tests.support.logs import logged
 from torch import nn
 
 from accelerate import load_checkpoint_and_dispatch
+from accelerate._base.errors import ConfigurationError
 from accelerate.offload.loading import convert_weights, load_checkpoint_in_model, load_offloaded_weights
 from accelerate.offload.store import OffloadedWeightsLoader, TorchFile, load_state_dict
 from accelerate.offload.stored import ALIGNMENT, SafetensorsFile
@@ -122,6 +123,17 @@ def test_shapes_that_differ_are_named_before_anything_is_placed(tmp_path: Path) 
             load_checkpoint_in_model(
                 net(device="meta"), tmp_path / "w.safetensors", {"": place}, offload_folder=tmp_path / "o"
             )
+    with pytest.raises(RuntimeError, match=r"'0\.weight'"):  # as torch's own load_state_dict
+        load_checkpoint_in_model(net(), tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("ending", [".bin", ".safetensors"])
+def test_a_missing_shard_is_a_file_not_found_error(tmp_path: Path, ending: str) -> None:
+    index = {"weight_map": dict.fromkeys(net().state_dict(), f"shard{ending}")}
+    (tmp_path / f"model{ending}.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="shard") as caught:
+        load_checkpoint_in_model(net(), tmp_path)
+    assert isinstance(caught.value, ConfigurationError)
 
 
 def test_a_broken_torch_file_is_named(tmp_path: Path) -> None:
@@ -192,8 +204,9 @@ def test_names_that_differ_are_told(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "w.bin")
     with logged("'extra'"):
         load_checkpoint_in_model(with_norm(), tmp_path / "w.bin")
-    with pytest.raises(ValueError, match=r"'extra'.*'0\.bias'"):
+    with pytest.raises(ValueError, match=r"'extra'.*'0\.bias'") as caught:
         load_checkpoint_in_model(with_norm(), tmp_path / "w.bin", strict=True)
+    assert isinstance(caught.value, RuntimeError)
 
 
 @pytest.mark.parametrize("places", [{"": "cpu"}, {"0": "cpu", "1": "disk"}, {"": "disk"}])

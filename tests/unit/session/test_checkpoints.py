@@ -429,8 +429,17 @@ class TestLoading:
         state = self.saved(tmp_path, model := torch.nn.Linear(2, 1))
         accelerator = make()
         accelerator.prepare(model, *(torch.optim.AdamW(model.parameters()) for _ in range(2)))
-        with pytest.raises(CheckpointError, match=r"optimizer_1\.bin' is missing"):
+        with pytest.raises(CheckpointError, match=r"optimizer_1\.bin' is missing") as caught:
             accelerator.load_state(state)
+        assert isinstance(caught.value, FileNotFoundError)
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+    def test_a_missing_file_is_also_a_file_not_found_error(self, tmp_path: Path, name: str) -> None:
+        state = self.saved(tmp_path, model := torch.nn.Linear(2, 1))
+        Path(state, name).unlink()
+        with pytest.raises(FileNotFoundError, match=name) as caught:
+            self.load_into(state, model)
+        assert isinstance(caught.value, CheckpointError)
 
     def test_a_place_must_be_known(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path, model := torch.nn.Linear(2, 1))
