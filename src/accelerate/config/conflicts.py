@@ -101,7 +101,7 @@ def _pods(config: RunConfig, environ: Mapping[str, str]) -> None:
         rank, size = environ["RANK"], environ["WORLD_SIZE"]
         raise ConfigurationError(
             f"RANK={rank} and WORLD_SIZE={size} in the environment number the processes of a cluster, and "
-            f"{config.shown('num_processes')} would start a run of its own in each of them. Add --num_machines {size} "
+            f"{config.shown('num_processes')} would start a separate run in each of them. Add --num_machines {size} "
             f"--machine_rank {rank} and count the processes of all machines in --num_processes, or add --num_machines 1."
         )
 

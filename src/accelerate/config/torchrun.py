@@ -43,7 +43,7 @@ def translate(values: dict[str, Resolved], machine: Machine) -> list[str]:
 
 
 def _say(values: dict[str, Resolved], name: str, value: Any, by: str, how: str = "") -> None:
-    """Set an option in the name of another one; a flag with another value is a contradiction, and beats a variable."""
+    """Set an option from a torchrun option; a flag with a different value contradicts it, and overrides a variable."""
     origin = Origin(OptionSource.FLAG, f"--{by}{how}")
     if values[by].origin.source is OptionSource.ENVIRONMENT:
         origin = Origin(OptionSource.ENVIRONMENT, f"{values[by].origin.detail}{how}")

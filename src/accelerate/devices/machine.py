@@ -38,7 +38,7 @@ _DEFAULT_PORT = 29500
 # Linux hands out ports from 32768 on by default, other systems from 49152 on.
 _LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_768
 _PORT_ATTEMPTS = 20
-# All processes of a machine connect at the same moment.
+# All processes of a machine connect at the same time.
 _BACKLOG = 4096
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 # Nodes of a cluster, or processes of a node.

@@ -411,7 +411,7 @@ def _failures(known: dict[int, Any], logs: Path, local_world_size: int) -> list[
             continue
         failure = known[rank]
         moment, text = read_record(folders[-1] / "error.json") if folders else (None, "")
-        # The agent keeps whole seconds of the time at which it saw the end.
+        # The agent rounds the time at which it noticed the end down to seconds.
         noticed = min(float(failure.timestamp) + 1.0, time.time())
         found.append(Failure(rank, local_rank, failure.pid, failure.exitcode, moment or noticed, text))
     return found

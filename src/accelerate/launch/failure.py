@@ -101,7 +101,7 @@ def read_process(path: Path) -> dict[str, int]:
 def read_failures(folder: Path) -> tuple[list[Failure], int]:
     """Return the failures that processes left in their folders, named by rank, and the number of processes of the run.
 
-    Beside failures there are the ends of processes that did not fail.
+    The list includes how processes without a failure ended.
     """
     places = [entry for entry in folder.iterdir() if entry.name.isdecimal()] if folder.is_dir() else []
     failures, world_size = [], len(places)

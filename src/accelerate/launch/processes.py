@@ -85,7 +85,7 @@ def _lock(descriptor: int) -> None:
 def _remove_abandoned() -> None:
     """Remove the folders of launchers that were killed."""
     for entry in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        # What belongs to another user, or is gone meanwhile, is left alone.
+        # Skip folders of other users, and those that another launch has just removed.
         with contextlib.suppress(OSError):
             if entry.is_symlink() or entry.stat().st_uid != os.getuid():
                 continue

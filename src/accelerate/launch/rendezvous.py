@@ -109,7 +109,7 @@ def _await_listener(address: str, port: int, seconds: int) -> None:
 class CheckedBackend(RendezvousBackend):
     """Backend whose state is checked before torch unpickles it, which would run any code that it holds.
 
-    Whoever reaches the port of the store can write to it. Only the classes of a rendezvous state are accepted, and with
+    Anyone who can connect to the store can write to it. Only the classes of a rendezvous state are accepted, and with
     a token only a state that was signed with it.
 
     Args:

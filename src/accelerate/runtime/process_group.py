@@ -77,7 +77,7 @@ def _loopback_store(topology: Topology, options: dict[str, Any]) -> dict[str, An
         master_listen_fd=None if listener is None else listener.detach(),
         use_libuv=env.get("USE_LIBUV", "1") == "1",
     )
-    # The prefix that torch gives to a store of its own.
+    # torch adds the same prefix to stores that it opens itself.
     return {"store": PrefixStore("default_pg", store), "rank": topology.rank, "world_size": topology.world_size}
 
 

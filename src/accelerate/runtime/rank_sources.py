@@ -38,7 +38,7 @@ class RankVariables:
 
 
 def _is_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether each process has a machine of its own, where only its rank among all of them is known.
+    """Return whether each process runs on a separate machine, and only its global rank is known.
 
     A PyTorchJob of Kubeflow gives each pod RANK, WORLD_SIZE and MASTER_ADDR.
     """

@@ -34,7 +34,7 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Preemption:
-    """Listen for SIGTERM and SIGUSR1, and return at each step whether all processes are to stop.
+    """Listen for SIGTERM and SIGUSR1, and return at each step whether all processes stop.
 
     Until it is started, it only keeps SIGUSR1 from ending the process: a scheduler may send it before the first step.
     Handlers that were there before are called too. The launcher learns that this process listens, so that it hands
@@ -64,8 +64,8 @@ class Preemption:
             _worker_shield(self._process)[0] = 1
         else:
             warn_once(
-                "accelerator.should_stop was first read outside of the main thread, where Python lets nobody listen for "
-                "signals: this process only learns of those that other processes get. Read it once in the main thread.",
+                "accelerator.should_stop was first read outside of the main thread, where Python cannot install signal "
+                "handlers: this process only learns of those that other processes get. Read it once in the main thread.",
                 stacklevel=5,
             )
         runtime = current.runtime()

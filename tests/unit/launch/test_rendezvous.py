@@ -1,4 +1,4 @@
-"""The rendezvous of several machines: what may stand in its state, and which machine holds its store."""
+"""The rendezvous of several machines: which states are accepted, and which machine holds the store."""
 
 from __future__ import annotations
 
