@@ -43,6 +43,7 @@ TAKEN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "redirects": (("0:1,1:2",), {"redirects": "0:1,1:2"}),
     "tee": (("3",), {"tee": "3"}),
     "local_ranks_filter": (("0,2",), {"local_ranks_filter": (0, 2)}),
+    "log_line_prefix_template": (("${rank}: ",), {"log_line_prefix_template": "${rank}: "}),
     "duplicate_stdout_filters": (("a,b,,c",), {"duplicate_stdout_filters": ("a", "b,c")}),
     "duplicate_stderr_filters": (("a,b",), {"duplicate_stderr_filters": ("a", "b")}),
     "node_rank": (("1", "--nnodes=2", "--master_addr=10.0.0.1"), {"rdzv_configs": {"rank": "1"}}),
@@ -65,8 +66,10 @@ NOT_NEEDED = {"start_method": ("fork",), "run_path": ()}
 # These came to torchrun after torch 2.9; here they are there with any torch.
 NEWER = {
     *("duplicate_stdout_filters", "duplicate_stderr_filters", "signals_to_handle", "shutdown_timeout"),
-    "virtual_local_rank",
+    *("virtual_local_rank", "log_line_prefix_template"),
 }
+# These are about torchrun itself, not about a run: here they are commands.
+OF_TORCHRUN = {"help", "print_completion"}
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +92,7 @@ def agent_of(*words: str, machine: Machine = GPUS) -> ElasticOptions:
 
 def test_every_option_of_the_installed_torch_is_known_here() -> None:
     known = {*TAKEN, *COMMANDS, *NOT_NEEDED}
-    assert set(OPTIONS) - {"help"} == (known if is_torch_version(">=", "2.12") else known - (NEWER - set(OPTIONS)))
+    assert set(OPTIONS) - OF_TORCHRUN == (known if is_torch_version(">=", "2.15") else known - (NEWER - set(OPTIONS)))
 
 
 def spellings(name: str) -> Sequence[str]:
@@ -185,5 +188,5 @@ def test_every_name_stands_for_an_option_in_help(monkeypatch: pytest.MonkeyPatch
     parser: argparse.ArgumentParser = launch_command_parser()
     monkeypatch.setattr("sys.argv", ["accelerate", "launch", "--help", "--verbose"])
     text = parser.format_help()
-    for name in set(OPTIONS) - {"help"}:
+    for name in set(OPTIONS) - OF_TORCHRUN:
         assert f"--{name}" in text

@@ -228,7 +228,8 @@ def launch_config(options: ElasticOptions, folder: str, **more: Any) -> LaunchCo
         "monitor_interval": options.monitor_interval,
         "local_addr": options.local_addr,
         "logs_specs": _logs_specs(options, folder),
-        "log_line_prefix_template": env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        "log_line_prefix_template": options.log_line_prefix_template
+        or env.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         "event_log_handler": _event_handler(options.event_log_handler),
         # The handlers of this package stay in place of the agent's. This and the timeout came after torch 2.9.
         "signals_to_handle": "",

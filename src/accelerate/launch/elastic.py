@@ -41,7 +41,7 @@ _AGENT_OPTIONS = (
 # These go to the agent as they are.
 _HANDED_ON = (
     *("role", "max_restarts", "monitor_interval", "log_dir", "tee", "redirects", "logs_specs", "event_log_handler"),
-    *("numa_binding", "virtual_local_rank"),
+    *("numa_binding", "virtual_local_rank", "log_line_prefix_template"),
 )
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 

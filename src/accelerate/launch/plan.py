@@ -60,6 +60,7 @@ class ElasticOptions:
     tee: str = "0"
     redirects: str = "0"
     local_ranks_filter: tuple[int, ...] = ()
+    log_line_prefix_template: str | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
     logs_specs: str | None = None

@@ -65,6 +65,10 @@ class TorchrunOptions(LaunchSection):
     local_ranks_filter: str | None = knob(
         help="Processes of this machine whose streams the terminal shows, such as `0,1`.", codec=_RANKS
     )
+    log_line_prefix_template: str | None = knob(
+        help="Prefix of each line that --tee shows, such as `${role_name}${local_rank}: `; also `${rank}` and, with torch "
+        "2.15, `${hostname}`."
+    )
     duplicate_stdout_filters: list[str] | None = knob(
         help="Words whose lines of output go to `filtered_stdout.log` as well; needs --tee.",
         codec=_FILTERS,
