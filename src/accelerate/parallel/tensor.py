@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,8 +77,8 @@ def split_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
 
     Args:
         mesh: The axis of tensor parallelism alone.
-        plan: Dotted name of a module, with `*` for any part -> name of a style, or a `ParallelStyle` of torch; the
-            model's own `tp_plan` or `_tp_plan` if None.
+        plan: Dotted name of a module or parameter, with `*` for any part -> name of a style, or a `ParallelStyle` of
+            torch; the model's own `tp_plan` or `_tp_plan` if None.
 
     Raises:
         ConfigurationError: If there is no plan, or it cannot be applied to this model; nothing has been changed then.
@@ -85,14 +86,22 @@ def split_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, An
     if model_has_dtensor(model):
         check_tp_size(model, mesh.size())
         return model
-    styles = _styles_of(model, plan if plan is not None else plan_of(model))
+    styles = _styles_of(model, plan if plan is not None else plan_of(model), is_given=plan is not None)
     ties = find_tied_parameters(model)
-    _split_tied_embeddings(model, styles, ties)
-    if styles:
+    _split_tied_embeddings(model, styles.modules, ties)
+    if styles.modules:
         _check_heads(model, mesh.size())
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for name, style in styles.items():
+    from accelerate.parallel.tensor_styles import PARAMETER_STYLES, check_parameter, split_parameter
+
+    for name, kind in styles.parameters.items():
+        check_parameter(model, name, kind, mesh.size())
+    for name, kind in styles.parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        placement = PARAMETER_STYLES[kind](model.get_parameter(name).dim())
+        split_parameter(model.get_submodule(owner), leaf, placement, mesh)
+    for name, style in styles.modules.items():
         parallelize_module(model.get_submodule(name), mesh, style)
     for names in ties:
         _tie_again(model, names)
@@ -115,55 +124,55 @@ def plan_of(model: torch.nn.Module) -> dict[str, Any]:
     return dict(plan)
 
 
-def _style_table() -> dict[str, Callable[[], ParallelStyle]]:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+@dataclass
+class _Styles:
+    """How a plan splits the modules and the single parameters of a model, by their names."""
 
-    def gathered() -> ParallelStyle:
-        return ColwiseParallel(output_layouts=Replicate())
-
-    def from_whole() -> ParallelStyle:
-        return RowwiseParallel(input_layouts=Replicate())
-
-    return {
-        "colwise": ColwiseParallel,
-        "colwise_rep": gathered,
-        "colwise_gather_output": gathered,
-        "rowwise": RowwiseParallel,
-        "rowwise_rep": from_whole,
-        "rowwise_split_input": from_whole,
-        "embedding_rowwise": from_whole,
-        "embedding_colwise": gathered,
-        "sequence_parallel": SequenceParallel,
-    }
+    modules: dict[str, ParallelStyle]
+    parameters: dict[str, str]
 
 
-def _styles_of(model: torch.nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
-    """Return the style of each module that the plan names."""
-    table = _style_table()
-    names = [name for name, _ in model.named_modules()]
-    found: dict[str, ParallelStyle] = {}
+def _styles_of(model: torch.nn.Module, plan: Mapping[str, Any], *, is_given: bool) -> _Styles:
+    """Return the style of each module and parameter that the plan names.
+
+    Args:
+        is_given: The plan was written for this model. Transformers' plans also name layers that only some models have.
+    """
+    from accelerate.parallel.tensor_styles import MODULE_STYLES, PARAMETER_STYLES
+
+    modules = [name for name, _ in model.named_modules()]
+    parameters = [name for name, _ in model.named_parameters()]
+    found = _Styles({}, {})
+    unused = []
     for pattern, style in plan.items():
         if isinstance(style, str) and style in _WHOLE:
             continue
-        if isinstance(style, str) and style not in table:
+        matching = fnmatch.filter(modules, pattern)
+        single = [] if matching else fnmatch.filter(parameters, pattern)
+        if not matching and not single:
+            unused.append(pattern)
+        table: Mapping[str, Any] = PARAMETER_STYLES if single else MODULE_STYLES
+        if isinstance(style, str) and style not in (table if matching or single else {**table, **PARAMETER_STYLES}):
             raise ConfigurationError(
-                f"The plan of {type(model).__name__} splits {pattern!r} in the style {style!r}, which is not known here. "
-                f"Write one of {', '.join(table)} or a ParallelStyle of torch, or let Transformers split the model: "
+                f"The plan of {type(model).__name__} splits {pattern!r} in the style {style!r}, which is not supported "
+                f"for a {'parameter' if single else 'module'}. Use one of {', '.join(table)} or a ParallelStyle of torch, "
+                "or let Transformers split the model: "
                 "from_pretrained(..., distributed_config=DistributedConfig(tp_plan='auto', ...))."
             )
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matching:
-            raise ConfigurationError(
-                f"The plan of {type(model).__name__} names {pattern!r}, but the model has no such module. Its modules "
-                f"are {', '.join(names[1:9])}, ..."
-            )
-        found.update({name: table[style]() if isinstance(style, str) else style for name in matching})
+        found.modules.update({name: table[style](model) if isinstance(style, str) else style for name in matching})
+        found.parameters.update(dict.fromkeys(single, style))
+    if unused and (is_given or not (found.modules or found.parameters)):
+        raise ConfigurationError(
+            f"The plan of {type(model).__name__} names {unused[0]!r}, but the model has no such module. Its modules "
+            f"are {', '.join(modules[1:9])}, ..."
+        )
     return found
 
 
 def _split_tied_embeddings(model: torch.nn.Module, styles: dict[str, ParallelStyle], ties: list[list[str]]) -> None:
     """Split an embedding in the same way as the output layer whose weight it shares."""
+    from accelerate.parallel.tensor_styles import MODULE_STYLES
+
     for names in ties:
         owners = [name.rpartition(".")[0] for name in names]
         whole = [owner for owner in owners if owner not in styles]
@@ -175,7 +184,7 @@ def _split_tied_embeddings(model: torch.nn.Module, styles: dict[str, ParallelSty
                     f"The parameters {names!r} of {type(model).__name__} are one, but the plan splits only some of them. "
                     f"Add {owner!r} to the plan, or take the others out of it."
                 )
-            styles[owner] = _style_table()["embedding_rowwise"]()
+            styles[owner] = MODULE_STYLES["embedding_rowwise"](model)
 
 
 def _check_heads(model: torch.nn.Module, size: int) -> None:

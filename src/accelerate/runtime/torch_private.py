@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.tensor import Placement
     from torch.overrides import TorchFunctionMode
 
 P = ParamSpec("P")
@@ -155,6 +156,29 @@ def set_context_rotation(method: str) -> None:
     torch keeps this option in a private module.
     """
     private("torch.distributed.tensor.experimental._attention", "set_rotate_method")(method)
+
+
+def interleaved_shard(dimension: int, groups: int) -> Placement:
+    """Return the placement of a packed weight: each rank holds one shard of each of its groups of rows or columns.
+
+    torch 2.9 to 2.13 have a placement for it that is private.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dimension, split_factor=groups)
+
+
+def contiguous_placements(tensor: Any) -> tuple[Placement, ...] | None:
+    """Return the placements of an interleaved tensor with its shards in one stretch each; None for any other tensor.
+
+    FSDP 2 uses the same private placement for an outer axis of the mesh, where shards are in one stretch.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], _StridedShard):
+        return None
+    return *tensor.placements[:-1], Shard(tensor.placements[-1].dim)
 
 
 def flat_parameter_names(parameter: torch.nn.Parameter) -> tuple[str, ...]:

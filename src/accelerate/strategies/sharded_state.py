@@ -38,7 +38,7 @@ from accelerate.checkpointing.torch_files import warn_of_code
 from accelerate.collectives.base import communicator
 from accelerate.parallel.unwrap import CHECKPOINT_WRAPPER, plain_name, plain_optimizer
 from accelerate.runtime import current
-from accelerate.runtime.torch_private import flat_parameter_names
+from accelerate.runtime.torch_private import contiguous_placements, flat_parameter_names
 from accelerate.strategies.broadcast_weights import broadcast_state
 from accelerate.strategies.tools import UnshardedParameters, gather_full, parameter_names
 
@@ -269,9 +269,28 @@ def write_shards(state: StateDict, key: str, folder: Path, group: dist.ProcessGr
 
 def _load_shards(state: StateDict, key: str, folder: ShardFolder) -> StateDict:
     """Return a state with the values that a folder has for it; its tensors are filled in place."""
-    boxed = {key: state}
+    boxed = {key: contiguous_shards(state)}
     folder.load_into(boxed)
-    return boxed[key]
+    found: StateDict = _placed_as(boxed[key], state)
+    return found
+
+
+def contiguous_shards(state: Any) -> Any:
+    """Return a state with packed weights in the form that torch's distributed checkpoint can describe.
+
+    It takes a shard for one stretch of the full tensor, which a shard of a packed weight is not. Every rank calls this.
+    """
+    if isinstance(state, Mapping):
+        return {name: contiguous_shards(value) for name, value in state.items()}
+    placements = contiguous_placements(state)
+    return state if placements is None else state.detach().redistribute(placements=placements)
+
+
+def _placed_as(state: Any, pattern: Any) -> Any:
+    """Return a state with packed weights split as those of another one."""
+    if isinstance(pattern, Mapping):
+        return {name: _placed_as(value, pattern.get(name)) for name, value in state.items()}
+    return state if contiguous_placements(pattern) is None else state.redistribute(placements=pattern.placements)
 
 
 def _without_tensors(value: Any) -> Iterator[Any]:
@@ -325,6 +344,8 @@ class ShardedPart(ABC):
             state = self.state()
             if self.full:
                 state = gather_full(state, keep=current.runtime().rank == 0)
+            else:
+                state = contiguous_shards(state)
         except Exception as caught:  # noqa: BLE001 - the others would wait for this rank while they write
             error = caught
         failed = [text for text in communicator().gather_object(None if error is None else repr(error)) if text]

@@ -19,7 +19,7 @@ from accelerate.offload.tensors import move_module
 from accelerate.optimizer import remap_optimizers
 from accelerate.parallel.mesh import build_mesh, submesh
 from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
-from accelerate.runtime.torch_private import eager_only, sharded_behind
+from accelerate.runtime.torch_private import contiguous_placements, eager_only, sharded_behind
 from accelerate.strategies.base import Step, StrategyContext
 from accelerate.strategies.broadcast_weights import WeightBroadcast, require_memory
 from accelerate.strategies.fsdp import public
@@ -93,6 +93,13 @@ class FSDP2Strategy(FSDPStrategy):
             return model
         plugin = self.plugin
         self._check_scaler()
+        for name, parameter in model.named_parameters():
+            packed = contiguous_placements(parameter)
+            if packed is not None and packed[-1].is_shard(0):
+                raise ConfigurationError(
+                    f"The packed weight {name!r} of {type(model).__name__} is split along dimension 0 over tp_size ranks, "
+                    "and FSDP would split the same dimension again. Leave it out of the plan, or set dp_shard_size=1."
+                )
         units = [*unit_names(plugin, model), ""]
         # Copies must start equal, so they take the weights of the first rank as well.
         from_first = (plugin.cpu_ram_efficient_loading or self.mesh.ndim > 1) and not model_has_dtensor(model)

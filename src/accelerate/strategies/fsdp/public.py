@@ -39,6 +39,7 @@ from accelerate.strategies.fsdp.base import (
 )
 from accelerate.strategies.sharded_state import (
     StateDict,
+    contiguous_shards,
     load_model_state,
     load_optimizer_state,
     model_state,
@@ -225,7 +226,7 @@ class _StateFiles:
         if self.is_by_rank:
             _save(_local_shards(state), self.of_rank)
         elif self.kind == SHARDED:
-            write_shards(state, key, self.shards)
+            write_shards(contiguous_shards(state), key, self.shards)
         else:
             full = gather_full(state, keep=_rank() == 0)
             if _rank() == 0:
