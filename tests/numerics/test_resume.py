@@ -32,8 +32,11 @@ from tests.support.training import assert_same_weights, fresh_accelerator
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate import Accelerator
+from accelerate._base.errors import CheckpointError
+from accelerate.checkpointing.parts import LoadOptions
 from accelerate.data_loader import skip_first_batches
-from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, set_seed
+from accelerate.strategies.ddp import BucketOrderPart
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradScalerKwargs, set_seed
 
 PAIRS = [(before, after) for before in COUNTS for after in COUNTS]
 
@@ -240,6 +243,63 @@ def test_one_process_ends_bit_for_bit_like_the_run_never_stopped(
     assert result.seen == whole.seen
     assert result.losses == whole.losses
     assert_identical(result.state, whole.state)
+
+
+# --- the order of sums -----------------------------------------------------------------------------------------------
+
+OF_FOUR = {
+    "after the first exchange": (1, {}),
+    "after the second": (2, {}),
+    "later": (3, {}),
+    "inside a window": (3, {"gradient_accumulation_steps": 2}),
+    "views into buckets": (2, {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]}),
+    "unused parameters": (2, {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}),
+}
+
+
+def train_on_four(folder: str, options: dict[str, Any], stops_after: int | None = None, resumes: bool = False) -> Any:
+    """Train a model whose gradients DDP sums in another order from the second step on; return its weights."""
+    accelerator = fresh_accelerator(**options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(37, 51), torch.nn.Linear(51, 29), torch.nn.Linear(29, 3)]
+    data = torch.randn(6 * 4 * 5, 37, generator=torch.Generator().manual_seed(1))
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=5))
+    if resumes:
+        accelerator.load_state(folder)
+    for step, batch in enumerate(loader, 1):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == stops_after:
+            accelerator.save_state(folder)
+            return None
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def differences_on_four(folder: str) -> dict[str, float]:
+    found = {}
+    for name, (stops_after, options) in OF_FOUR.items():
+        straight = train_on_four(folder, options)
+        train_on_four(f"{folder}/{name}", options, stops_after)
+        resumed = train_on_four(f"{folder}/{name}", options, resumes=True)
+        found[name] = max((one - other).abs().max().item() for one, other in zip(straight, resumed, strict=True))
+    return found
+
+
+def test_four_processes_end_bit_for_bit_like_the_run_never_stopped(tmp_path: Path) -> None:
+    assert run_group(differences_on_four, 4, str(tmp_path)) == [dict.fromkeys(OF_FOUR, 0.0)] * 4
+
+
+@pytest.mark.parametrize("content", ["{", '{"order": 1}', "[1]"])
+def test_a_broken_bucket_order_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "bucket_order.json").write_text(content)
+    part = BucketOrderPart(torch.nn.Linear(1, 1), 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"bucket_order\.json"):
+        part.read(tmp_path, LoadOptions())
 
 
 # --- the loops of programs -------------------------------------------------------------------------------------------

@@ -95,6 +95,75 @@ def rearm_reducer(model: DistributedDataParallel) -> None:
     private(model, "reducer").prepare_for_backward([])
 
 
+def _reduced_parameters(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters whose gradients DDP exchanges, by name, in the order of its indices."""
+    named = model.module.named_parameters()
+    return {name: entry for name, entry in named if entry.requires_grad and name not in model.parameters_to_ignore}
+
+
+def bucket_order(model: DistributedDataParallel) -> list[str]:
+    """Return the parameters of DDP's buckets in their order; empty while they are in the order of the model.
+
+    DDP sorts its buckets at the second forward pass, by the order in which the first backward pass computed gradients.
+    The sum of more than two numbers depends on where they are in a bucket. Every rank calls this between two steps. torch
+    2.9 to 2.15 write the order to a log only, one exchange later.
+    """
+    reduced = _reduced_parameters(model)
+    names = list(reduced)
+    logged: str = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+    if logged:
+        order = [int(index) for index in logged.replace(",", " ").split()]
+    elif _sort_buckets(model) or model._has_rebuilt_buckets:
+        # In the first steps alone: these buckets take the memory of all gradients.
+        index_of = {id(entry): index for index, entry in enumerate(reduced.values())}
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        order = [index_of.get(id(entry), -1) for bucket in buckets for entry in bucket.parameters()]
+    else:
+        return []
+    # Parameters may have been frozen since.
+    return [names[index] for index in order] if sorted(order) == list(range(len(names))) else []
+
+
+def _sort_buckets(model: DistributedDataParallel) -> bool:
+    """Let DDP sort its buckets now instead of at the next forward pass; return whether there was anything to sort."""
+    is_sorted: bool = model.reducer._rebuild_buckets()
+    if is_sorted:
+        model._has_rebuilt_buckets = True
+    return is_sorted
+
+
+def can_restore_bucket_order(model: DistributedDataParallel, order: list[str]) -> bool:
+    """Return whether `restore_bucket_order` works here; every rank calls both, if it does on all ranks.
+
+    Not for buckets that are sorted already, and not where the backward pass of zeros could be noticed: by hooks, sparse
+    gradients, or the count of uses in a static graph.
+    """
+    reduced = _reduced_parameters(model)
+    if _sort_buckets(model) or model._has_rebuilt_buckets or sorted(order) != sorted(reduced):
+        return False
+    if model.find_unused_parameters or model.static_graph or model._comm_hooks or model.mixed_precision is not None:
+        return False
+    has_hooks = any(entry._backward_hooks or entry._post_accumulate_grad_hooks for entry in reduced.values())
+    has_sparse = any(getattr(module, "sparse", False) for module in model.module.modules())
+    return not has_hooks and not has_sparse and len({entry.device for entry in reduced.values()}) == 1
+
+
+def restore_bucket_order(model: DistributedDataParallel, order: list[str]) -> None:
+    """Sort the buckets of a new DDP model as those of another run were, by a backward pass of zeros in that order."""
+    reduced = _reduced_parameters(model)
+    gradients = {name: entry.grad for name, entry in reduced.items()}
+    for entry in reduced.values():
+        entry.grad = None
+    rearm_reducer(model)
+    with torch.enable_grad():
+        # Autograd begins with what was computed last.
+        sums = [reduced[name].sum() for name in reversed(order)]
+    torch.autograd.backward(sums, [torch.zeros_like(entry) for entry in sums])
+    for name, entry in reduced.items():
+        entry.grad = gradients[name]
+    _sort_buckets(model)
+
+
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the gradients of `optimizer` were already unscaled in this step.
 
