@@ -31,7 +31,7 @@ CLIENT_PACKAGES := datasets diffusers peft scikit-learn sentence-transformers te
 BIN := $(VENV)/bin
 export NO_MKDOCS_2_WARNING := 1
 # Some virtual machines advertise AMX and then fault on its instructions, which oneDNN generates for bf16.
-export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Tests that start groups of processes run after the others: those of one file one at a time, two files beside each other.

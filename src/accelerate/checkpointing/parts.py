@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
 
 from accelerate._base import constants
-from accelerate._base.errors import CheckpointError, ConfigurationError, MissingFileError, WrongTypeError, printable
-from accelerate._base.untrusted import shown
+from accelerate._base.errors import CheckpointError, MissingFileError, WrongTypeError, printable
+from accelerate._base.untrusted import is_utf8, shown
 from accelerate.checkpointing.files import FolderWriter
 from accelerate.checkpointing.manifest import Manifest
 from accelerate.checkpointing.sharded import ShardFolder, by_position, is_sharded
 from accelerate.checkpointing.torch_files import allows_pickle, broken, load_in_threads, refusal
 from accelerate.offload.safetensors_format import drop_shared_names, identity_in_memory
-from accelerate.offload.stored import SafetensorsFile
 from accelerate.parallel.unwrap import extract_model_from_parallel, plain_optimizer
 from accelerate.runtime import current
 
@@ -189,10 +190,10 @@ def read_weights(folder: Path, index: int, options: LoadOptions) -> dict[str, An
     gathered = folder / indexed(constants.FSDP_MODEL_NAME, index, ".bin")
     if safe.is_file():
         try:
-            # Not by the package of the format, which reads no paths that are not UTF-8.
-            weights = SafetensorsFile(safe)
-            return {name: weights.read(name, torch.device(options.map_location)) for name in weights.names()}
-        except (ConfigurationError, OSError) as error:
+            # safetensors opens no paths that are not UTF-8, and knows only some of the devices that torch knows.
+            weights = load_file(safe) if is_utf8(safe) else load(safe.read_bytes())
+            return {name: value.to(options.map_location) for name, value in weights.items()}
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(broken(safe, error)) from error
     if is_sharded(shards):
         return dict(ShardFolder(shards, options.allows_pickle).read_whole()["model"])
