@@ -168,8 +168,9 @@ def test_the_next_launch_removes_what_killed_launchers_left(tmp_path: Path) -> N
         assert len(list(place.iterdir())) == 1
     finally:
         for run in runs:
-            run.terminate()
-            run.communicate()
+            if run.poll() is None:
+                run.terminate()
+                run.communicate()
     assert list(place.iterdir()) == []
 
 
