@@ -229,7 +229,7 @@ NEVER_CALLED = (
     "fsdp2_switch_optimizer_parameters get_cpu_distributed_information get_current_device_type get_data_structure "
     "get_fsdp2_grad_scaler get_grad_scaler get_int_from_env get_mixed_precision_context_manager "
     "get_module_children_bottom_up get_pretty_name id_tensor_storage initialize_tensors is_bf16_available "
-    "is_bitsandbytes_multi_backend_available is_lomo_available is_megatron_lm_available is_numpy_available "
+    "is_lomo_available is_megatron_lm_available is_numpy_available "
     "is_rocm_available is_sagemaker_available is_torch_distributed_available is_tqdm_available "
     "is_weights_only_available listify load_accelerator_state load_custom_state load_fsdp_model "
     "load_fsdp_optimizer parse_choice_from_env parse_flag_from_env prepare_deepspeed_cmd_env "

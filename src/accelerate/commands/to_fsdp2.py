@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+class OutputFileExistsError(ConfigurationError, FileExistsError):
+    """Report a file that would be overwritten without being asked for."""
+
+
 class ConversionStatus(Enum):
     """Why an option has no counterpart in version 2."""
 
@@ -165,9 +169,11 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert a file and print a line for every change.
 
     Raises:
-        ConfigurationError: (a ValueError) if the target exists, cannot be written, or none was given.
+        ConfigurationError: (a ValueError) if the source does not exist (also a FileNotFoundError), the target exists (also
+            a FileExistsError), cannot be written, or none was given.
     """
     source = Path(args.config_file)
+    config = load_config(source)
     if args.output_file is None and not args.overwrite:
         raise ConfigurationError(
             f"--config_file {str(source)!r} was given and no --output_file, so the file itself would be replaced. "
@@ -175,10 +181,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         )
     target = place_to_write(source if args.output_file is None else args.output_file)
     if target.exists() and not args.overwrite:
-        raise ConfigurationError(
+        raise OutputFileExistsError(
             f"--output_file {str(target)!r} exists already and would be lost. Give another name, or --overwrite."
         )
-    converted, notes = _convert(load_config(source))
+    converted, notes = _convert(config)
     import yaml
 
     write_text(target, yaml.safe_dump(converted, sort_keys=True))

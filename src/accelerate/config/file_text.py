@@ -23,7 +23,7 @@ def load_text(path: str | Path) -> dict[str, Any]:
     """Read a YAML or JSON file into a dictionary.
 
     Raises:
-        ConfigurationError: There is no such file, it does not parse, holds no keys, or one of them twice.
+        ConfigurationError: There is no such file, it does not parse, holds no keys, or one of them with two values.
     """
     try:
         # A pipe that a shell opened, as in `--config_file <(envsubst < run.yaml)`, has a writer; any other is waited for.
@@ -60,7 +60,7 @@ def _parse_json(path: str | Path, text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in found and not _is_same(found[key], value):
                 raise _repeated(path, key, "")
             found[key] = value
         return found
@@ -83,8 +83,14 @@ def _yaml_loader(path: str | Path) -> Any:
     """Return the class that makes values of a YAML text; PyYAML is loaded here, because JSON needs none of it."""
     import yaml
 
+    def plain(node: yaml.Node) -> Any:
+        """Return a node as nested lists of tags and texts, which can be compared."""
+        parts = node.value if isinstance(node.value, list) else ()
+        inside = [part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))]
+        return [node.tag, [plain(part) for part in inside] if inside else node.value]
+
     class UniqueKeyLoader(yaml.SafeLoader):
-        """Refuse a dictionary that has a key twice, of which YAML itself keeps the last, and what cannot be read."""
+        """Refuse a dictionary that has a key with two values, of which YAML keeps the last, and what cannot be read."""
 
         levels = 0
 
@@ -109,14 +115,15 @@ def _yaml_loader(path: str | Path) -> Any:
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             lines: dict[tuple[str, str], int] = {}
-            for key, _ in node.value:
+            values: dict[tuple[str, str], Any] = {}
+            for key, value in node.value:
                 # A merge (`<<: *defaults`) is an order, not a key.
                 if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                     continue
                 name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in lines:
+                if name in lines and not _is_same(plain(values[name]), plain(value)):
                     raise _repeated(path, key.value, f", on lines {lines[name]} and {line}")
-                lines[name] = line
+                lines[name], values[name] = line, value
             return super().construct_mapping(node, deep)
 
     return UniqueKeyLoader
@@ -146,6 +153,11 @@ def _parse_yaml(path: str | Path, text: str) -> Any:
     return data
 
 
+def _is_same(first: Any, second: Any) -> bool:
+    # True and 1 are equal in Python, but are different values of an option.
+    return repr(first) == repr(second)
+
+
 def _count_nodes(node: Any, known: dict[int, int]) -> int:
     """Return how many values a text stands for, an alias for as many as what it repeats.
 
@@ -168,6 +180,5 @@ def _count_nodes(node: Any, known: dict[int, int]) -> int:
 
 def _repeated(path: str | Path, key: str, lines: str) -> ConfigurationError:
     return ConfigurationError(
-        f"The configuration file {str(path)!r} has the key {key!r} twice{lines}, and only one value can count. "
-        "Remove one of them."
+        f"The configuration file {str(path)!r} has the key {key!r} twice{lines}, with two values. Remove one of them."
     )

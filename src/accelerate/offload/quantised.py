@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from accelerate._base.errors import ConfigurationError
-from accelerate._base.imports import is_4bit_bnb_available, is_8bit_bnb_available, require
+from accelerate._base.imports import (
+    is_4bit_bnb_available,
+    is_8bit_bnb_available,
+    is_bitsandbytes_multi_backend_available,
+    require,
+)
 from accelerate.config.plugins.quantization import BnbQuantizationConfig
 from accelerate.devices import registry
 from accelerate.offload.memory import Dtype
@@ -227,7 +232,9 @@ def check_places(model: nn.Module, device: torch.device) -> None:
     places = getattr(model, "hf_device_map", None) or {}
     kinds = {str(place) for place in places.values()}
     given = f"This {type(model).__name__} in 8 or 4 bits has hf_device_map={dict(places)!r}"
-    if DISK in kinds or (HOST in kinds and (len(kinds) > 1 or device.type != HOST)):
+    is_offloaded = HOST in kinds and (len(kinds) > 1 or device.type != HOST)
+    # Newer versions of bitsandbytes also compute on the CPU.
+    if DISK in kinds or (is_offloaded and not is_bitsandbytes_multi_backend_available()):
         raise ConfigurationError(
             f"{given}: modules on the CPU or the disk are offloaded, and quantised weights that are offloaded cannot be "
             "trained. Load the model whole on the device of the process."

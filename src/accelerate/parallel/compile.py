@@ -32,7 +32,7 @@ def compile_module(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.M
 
 
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compile the repeated blocks of a model one by one, and what is around them as it is.
+    """Compile the repeated blocks of a model, and the modules outside of them, one by one.
 
     All blocks of one class share a compilation, so the cold start costs one block instead of the whole model. The
     result shares its parameters with `module`, which stays as it was and is found again by unwrapping. A model without
@@ -65,9 +65,14 @@ def _compiled_child(child: torch.nn.Module, compile_kwargs: dict[str, Any]) -> t
             name: compile_module(block, **compile_kwargs) for name, block in child.named_children()
         }
         return twin
-    if has_repeated_blocks(child):
+    if has_repeated_blocks(child) or not _has_forward(child):
         return _with_compiled_blocks(child, compile_kwargs)
-    return child
+    return compile_module(child, **compile_kwargs)
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    # Containers such as `ModuleList` are read, not called.
+    return type(module).forward is not torch.nn.Module.forward
 
 
 def _rebind(value: Any, old: object, new: object) -> Any:
@@ -89,8 +94,18 @@ def compile_regions_deepspeed(module: torch.nn.Module, **compile_kwargs: Any) ->
 
 
 def compile_regions_fsdp2(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
-    """Compile the repeated blocks of a model one by one in place, before they are sharded; returns the model."""
-    compile_regions_deepspeed(module, **compile_kwargs)
+    """Compile the repeated blocks of a model, and the modules outside of them, in place; returns the model.
+
+    Call it before the blocks are sharded. A model without repeated blocks is compiled as a whole.
+    """
+    if _has_forward(module) and not has_repeated_blocks(module):
+        module.compile(**compile_kwargs)
+        return module
+    for child in module.children():
+        if is_repeated_blocks(module):
+            child.compile(**compile_kwargs)
+        else:
+            compile_regions_fsdp2(child, **compile_kwargs)
     return module
 
 

@@ -16,6 +16,8 @@ from accelerate.commands.to_fsdp2 import (
     ARGUMENT_VALUE_MAPPING,
     convert_config_to_fsdp2,
     load_config,
+    to_fsdp2_command,
+    to_fsdp2_command_parser,
 )
 from accelerate.config.files import read_config_file
 from accelerate.config.knob import knobs
@@ -164,3 +166,22 @@ def test_a_version_that_was_written_down_is_replaced() -> None:
         converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_version": 1, "fsdp_offload_params": True}})
     section = converted["fsdp_config"]
     assert (section["fsdp_version"], section["fsdp_offload_params"]) == (2, True)
+
+
+@pytest.mark.parametrize("options", [["--overwrite"], ["--output_file", "new.yaml"], []], ids=" ".join)
+def test_a_missing_file_is_not_found(tmp_path: Path, options: list[str]) -> None:
+    args = to_fsdp2_command_parser().parse_args(["--config_file", str(tmp_path / "absent.yaml"), *options])
+    with pytest.raises(FileNotFoundError, match=r"absent\.yaml") as caught:
+        to_fsdp2_command(args)
+    assert isinstance(caught.value, ConfigurationError)
+
+
+def test_a_file_that_would_be_lost_exists(tmp_path: Path) -> None:
+    source, target = tmp_path / "old.yaml", tmp_path / "kept.yaml"
+    source.write_text("fsdp_config: {fsdp_version: 1}\n")
+    target.write_text("kept")
+    args = to_fsdp2_command_parser().parse_args(["--config_file", str(source), "--output_file", str(target)])
+    with pytest.raises(FileExistsError, match=r"kept\.yaml") as caught:
+        to_fsdp2_command(args)
+    assert isinstance(caught.value, ConfigurationError)
+    assert target.read_text() == "kept"

@@ -81,7 +81,8 @@ def test_objects_have_an_attribute_for_each_key() -> None:
             "distributed_type: NO\nnum_processes: 2\ndebug: true\nnum_processes: 4\n",
             "'num_processes' twice, on lines 2 and 4",
         ),
-        ('distributed_type: NO\n"debug": true\ndebug: true\n', "'debug' twice, on lines 2 and 3"),
+        ('distributed_type: NO\n"debug": true\ndebug: false\n', "'debug' twice, on lines 2 and 3"),
+        ("distributed_type: NO\ndebug: true\ndebug: 1\n", "'debug' twice, on lines 2 and 3"),
         (
             "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n",
             "'fsdp_version' twice, on lines 3 and 4",
@@ -99,8 +100,19 @@ def test_a_key_that_is_there_twice_is_named_with_its_lines(tmp_path: Path, text:
 
 def test_a_key_that_is_there_twice_in_json_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, '{"distributed_type": "NO", "num_processes": 2, "num_processes": 4}', "config.json")
-    with pytest.raises(ConfigurationError, match="has the key 'num_processes' twice, and"):
+    with pytest.raises(ConfigurationError, match="'num_processes' twice"):
         read_config_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nfsdp_config:\n  fsdp_version: 2\n"),
+        ("config.json", '{"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_version": 2}}'),
+    ],
+)
+def test_a_key_that_is_there_twice_with_one_value_is_read(tmp_path: Path, name: str, text: str) -> None:
+    assert load_text(write(tmp_path, text, name)) == {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
 def test_the_same_key_in_two_dictionaries_and_merged_ones_are_no_repetition(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import Accelerator
 from accelerate.config.env import patch_environment
 from accelerate.config.plugins.training import TorchDynamoPlugin
-from accelerate.parallel.compile import compile_regions, has_repeated_blocks
+from accelerate.parallel.compile import compile_regions, compile_regions_fsdp2, has_repeated_blocks
 from accelerate.parallel.unwrap import extract_model_from_parallel, has_compiled_regions, is_compiled_module
 
 # torch's own tracer looks at the gradient of an activation, where warnings are not errors for it.
@@ -143,7 +143,7 @@ def test_blocks_share_one_compilation() -> None:
     assert [is_compiled_module(block) for block in prepared.blocks] == [True] * 3
     assert [id(left) for left in prepared.parameters()] == [id(right) for right in model.parameters()]
     train(accelerator, prepared)
-    assert graphs()[0] == 1  # three blocks, one graph
+    assert graphs()[0] == 3  # one for the three blocks, and one for each layer around them
     torch.testing.assert_close(weights(model), expected)
     assert list(model.state_dict()) == names
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
@@ -158,7 +158,7 @@ def test_regions_with_autocast() -> None:
     prepared = accelerator.prepare(model)
     outputs = prepared(torch.ones(1, 2))
     assert outputs.dtype is torch.float32
-    assert graphs()[0] == 1  # the forward that is wrapped runs the compiled blocks, not the original ones
+    assert graphs()[0] == 3  # the forward that is wrapped runs the compiled modules, not the original ones
 
 
 def test_a_model_without_repeated_blocks_is_compiled_as_a_whole() -> None:
@@ -236,3 +236,56 @@ def test_blocks_of_an_inner_model_are_compiled() -> None:
     assert [is_compiled_module(block) for block in compiled[0].blocks] == [True] * 3
     assert not has_compiled_regions(outer)
     assert compiled[0].blocks[0]._orig_mod is outer[0].blocks[0]
+
+
+class Deep(torch.nn.Module):
+    """Blocks in an inner model, a container without a forward, and single modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Block()
+        self.inner = Model()
+        self.mixed = torch.nn.ModuleList([torch.nn.Linear(1, 4), Block()])
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for module in self.mixed:
+            x = module(x)
+        return self.table(x) * self.scale
+
+
+COMPILED = {
+    *(
+        "table",
+        "inner.inlet",
+        "inner.blocks.0",
+        "inner.blocks.1",
+        "inner.blocks.2",
+        "inner.outlet",
+        "mixed.0",
+        "mixed.1",
+    ),
+}
+
+
+def test_modules_outside_of_the_blocks_are_compiled_too() -> None:
+    model = Deep()
+    compiled = compile_regions(model, backend="aot_eager")
+    assert {name for name, module in compiled.named_modules() if isinstance(module, OptimizedModule)} == COMPILED
+    assert not any(isinstance(module, OptimizedModule) for module in model.modules())
+    torch.testing.assert_close(compiled(torch.ones(3, 2)), model(torch.ones(3, 2)))
+    # The blocks of one class share a graph, also outside of their list; each layer of torch has its own.
+    assert graphs()[0] == 4
+
+
+def test_modules_outside_of_the_blocks_are_compiled_in_place() -> None:
+    model = Deep()
+    expected = model(torch.ones(3, 2))
+    assert compile_regions_fsdp2(model, backend="aot_eager") is model
+    assert {name for name, module in model.named_modules() if module._compiled_call_impl is not None} == COMPILED
+    torch.testing.assert_close(model(torch.ones(3, 2)), expected)
+    assert graphs()[0] > 0
+    whole = Block()
+    assert compile_regions_fsdp2(whole, backend="aot_eager")._compiled_call_impl is not None
+    assert whole.linear._compiled_call_impl is None

@@ -120,7 +120,7 @@ def test_an_optimizer_of_replaced_parameters_is_refused_and_nothing_was_touched(
     assert not hasattr(other, "_is_accelerate_prepared")
 
 
-SPREAD = [{"0": "cpu", "1": "disk"}, {"": "disk"}, {"0": 0, "1": "cpu"}]
+SPREAD = [{"0": "cpu", "1": "disk"}, {"": "disk"}, {"0": 0, "1": "disk"}]
 
 
 def quantised(bits: int, places: dict[str, Any] | None) -> Any:
@@ -143,6 +143,17 @@ def test_a_quantised_model_that_is_offloaded_is_refused(bits: int, places: dict[
     plain: Any = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     plain.hf_device_map = places
     assert accelerator.prepare(plain) is plain
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_model_may_be_partly_on_the_cpu(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = quantised(bits, {"0": 0, "1": "cpu"})
+    assert "multi_backend" in bitsandbytes.features
+    assert Accelerator().prepare(model) is model
+    monkeypatch.setattr(bitsandbytes, "features", set())  # as in versions that compute on CUDA alone
+    with pytest.raises(ConfigurationError, match=r"'1': 'cpu'"):
+        Accelerator().prepare(quantised(bits, {"0": 0, "1": "cpu"}))
 
 
 @pytest.mark.parametrize("places", [{"": 1}, {"": "cuda:1"}, {"": torch.device("cuda:1")}], ids=str)
