@@ -278,6 +278,8 @@ def refused() -> dict[str, str]:
     found["no batch size"] = message_of(lambda: accelerator.prepare(one, make_optimizer(one)))
     found["placeholder"] = message_of(lambda: accelerator.prepare(one, DummyOptim(one.parameters()), make_loader()))
     found["another plugin"] = message_of(lambda: Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3)))
+    with pytest.raises(NotImplementedError):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
     found["no engine"] = message_of(lambda: accelerator.backward(torch.ones((), requires_grad=True)))
     model, optimizer, _ = accelerator.prepare(one, make_optimizer(one), make_loader())
     found["closure"] = message_of(lambda: optimizer.step(lambda: 0.0))

@@ -303,12 +303,6 @@ def _offload_faults(config: Mapping[str, Any]) -> Iterator[str]:
                 f"{place}.device='nvme' needs a folder, and {place}.nvme_path is {path!r}. "
                 "Add the path of a folder on an NVMe disk."
             )
-    stage, device = look_up(config, "zero_optimization.stage"), look_up(config, f"{place}.device", "none")
-    if device not in ("none", AUTO) and stage not in (None, AUTO) and int(stage) != 3:
-        yield (
-            f"{place}.device={device!r} with zero_optimization.stage={stage!r}: weights are sharded, and so offloaded, by "
-            "stage 3 alone. Write stage 3, or leave offload_param out."
-        )
 
 
 def _batch_faults(config: Mapping[str, Any]) -> Iterator[str]:

@@ -64,6 +64,10 @@ SWITCHED_ON = "_switched_on"
 """The variables by which model libraries learn of an engine, and that this run has set."""
 
 
+class SecondPluginError(ConfigurationError, NotImplementedError):
+    """Report a plugin of an engine whose settings all `Accelerator` objects of a process share."""
+
+
 @dataclass
 class Handlers:
     """The options that `kwargs_handlers` brought, by the attribute of the `Accelerator` that shows them."""
@@ -234,7 +238,8 @@ def _fit_deepspeed(plugins: dict[str, DeepSpeedPlugin], options: RunSettings) ->
     """Bring DeepSpeed's configurations and the other options together, before a process is started.
 
     Raises:
-        ConfigurationError: If they contradict each other, or this process has settings of DeepSpeed already.
+        ConfigurationError: If they contradict each other, or (also a NotImplementedError) this process has settings of
+            DeepSpeed already.
         MissingPackageError: If DeepSpeed is not installed.
     """
     if not is_deepspeed_available():  # not imported yet: it chooses its device then
@@ -242,7 +247,7 @@ def _fit_deepspeed(plugins: dict[str, DeepSpeedPlugin], options: RunSettings) ->
     earlier = current.ACCELERATOR.get("deepspeed_plugins")
     if earlier is not None:
         if plugins != earlier:
-            raise ConfigurationError(
+            raise SecondPluginError(
                 f"This process has the settings {', '.join(map(repr, earlier))} of DeepSpeed already, which every further "
                 "Accelerator shares. Give all of them to the first one, as deepspeed_plugins={'name': DeepSpeedPlugin(...)}, "
                 "and choose with accelerator.state.select_deepspeed_plugin(name)."

@@ -376,7 +376,9 @@ class DeepSpeedPlugin(Settings):
                 config.setdefault("communication_data_type", "fp32")
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell Transformers whether it is to build models in shards, and by which configuration.
+        """Tell Transformers whether to build models in shards, and by which configuration.
+
+        Below stage 3, a configuration that the program has registered with Transformers stays registered.
 
         Raises:
             MissingPackageError: It is, and DeepSpeed is not installed.
@@ -384,7 +386,7 @@ class DeepSpeedPlugin(Settings):
         if not self.zero3_init_flag:
             self.dschf = None
             # What was never imported was never told anything.
-            if env.are_libraries_initialized("transformers.integrations.deepspeed"):
+            if self.zero_stage == 3 and env.are_libraries_initialized("transformers.integrations.deepspeed"):
                 require("transformers.integrations.deepspeed", why="ZeRO").unset_hf_deepspeed_config()
             return
         why = "DeepSpeedPlugin(zero3_init_flag=True)"
@@ -445,6 +447,7 @@ class DeepSpeedPlugin(Settings):
 
     def _unselect(self) -> None:
         self._selected = False
+        self.dschf = None  # Transformers holds it weakly, and forgets it with this
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Let ZeRO 3 gather each mixture-of-experts layer as a whole, where classes of such layers are named.

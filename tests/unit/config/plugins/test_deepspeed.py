@@ -530,3 +530,23 @@ def test_amd_devices_sum_bf16_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch)
     made = plugin()
     made.set_mixed_precision("bf16")
     assert made.deepspeed_config["communication_data_type"] == "fp32"
+
+
+def test_a_configuration_that_the_program_registered_with_transformers_stays_below_stage_3() -> None:
+    integration = pytest.importorskip("transformers.integrations.deepspeed")
+    registered = integration.HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    try:
+        made = DeepSpeedPlugin(zero_stage=2)
+        made.select(_from_accelerator_state=True)
+        assert integration.deepspeed_config() is registered.config
+    finally:
+        integration.unset_hf_deepspeed_config()
+
+
+def test_another_selection_forgets_the_configuration_of_stage_3() -> None:
+    integration = pytest.importorskip("transformers.integrations.deepspeed")
+    made = DeepSpeedPlugin(zero_stage=3)
+    made.dschf = integration.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert integration.is_deepspeed_zero3_enabled()
+    made._unselect()
+    assert not integration.is_deepspeed_zero3_enabled()
