@@ -38,7 +38,7 @@ STYLES: dict[str, tuple[dict[str, Any], bool]] = {
     "embedding by columns": ({TOKENS: "embedding_colwise", "head": "rowwise_split_input"}, False),
     "tied by rows": ({TOKENS: "embedding_rowwise", "head": "colwise_gather_output"}, True),
     "tied by columns": ({TOKENS: "embedding_colwise", "head": "rowwise_rep"}, True),
-    "gathered or whole": (
+    "gathered or replicated": (
         {"blocks.0.up": "colwise_rep", "blocks.0.down": "rowwise_rep"}
         | {"blocks.1.up": "replicate", "blocks.1.down": "replicated"},
         False,

@@ -126,7 +126,7 @@ def plan_of(model: torch.nn.Module) -> dict[str, Any]:
 
 @dataclass
 class _Styles:
-    """How a plan splits the modules and the single parameters of a model, by their names."""
+    """Styles of the modules and of the single parameters that a plan names."""
 
     modules: dict[str, ParallelStyle]
     parameters: dict[str, str]
