@@ -35,7 +35,6 @@ STATE_ROOMS = ("runtime/current.py",)
 KEPT_STATE = {
     "MODEL_CONFIGS_TO_MEGATRON_PARSERS": "a public registry, whose name and place other libraries use",
     "_shown_warnings": "which warnings were given; _base stands below runtime",
-    "_threads": "idle reading threads, which belong to their owners and not to a run",
 }
 # Of list, dict, set, deque, OrderedDict and ContextVar.
 MUTATING_METHODS = frozenset(

@@ -12,6 +12,7 @@ OTHER_FOLDERS = {"tools", "support"}
 SUBJECTS = {
     "commands/test_launch_parser.py",
     "commands/test_questionnaire.py",
+    "config/test_deepspeed_launch.py",
     "config/plugins/test_parallelism_and_quantization.py",
     "config/plugins/test_precedence.py",
     "devices/test_availability.py",

@@ -24,6 +24,7 @@ from accelerate.runtime import atomic
 
 PACKAGE = Path(accelerate.__file__).parent
 PRIVATE_BY_DESIGN = {"TemporaryDirectory", "mkdtemp", "NamedTemporaryFile", "mkstemp", "TemporaryFile"}
+READ_ONLY = {"gettempdir"}  # to find the folders that killed launchers left
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_temporary_files_are_made_by_functions_that_keep_them_private() -> None:
         for path, node in nodes("tempfile")
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tempfile"
     }
-    assert {name for _, name in used} <= PRIVATE_BY_DESIGN
+    assert {name for _, name in used} <= PRIVATE_BY_DESIGN | READ_ONLY
     assert len(used) > 5
 
 

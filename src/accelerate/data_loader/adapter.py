@@ -15,7 +15,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
 from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_samplers, own_streams
-from accelerate.data_loader.iterables import epoch_source, is_hf_dataset, saves_its_state, whole_dataset
+from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state
 from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
 from accelerate.data_loader.progress import (
@@ -25,6 +25,7 @@ from accelerate.data_loader.progress import (
     Position,
     ResumePoint,
     check_loader_state,
+    whole_dataset,
 )
 from accelerate.data_loader.samplers import get_sampler, set_sampler
 from accelerate.runtime.gradient_clock import GradientState, PassCount
@@ -181,6 +182,8 @@ class DataLoaderAdapter:
         self._misstates_length = False
         # The number that samplers were told last; they begin with 0.
         self._told_epoch = 0
+        # Whether the position is known to torchdata's loader alone, from a checkpoint of release 1.15.
+        self._is_placed_by_torchdata = False
         # Whether worker processes that live as long as the loader have got their seed.
         self._has_drawn_seed = False
         # The generators of loader and samplers, looked up at each pass, because users exchange them.
@@ -351,8 +354,9 @@ class DataLoaderAdapter:
         if self._continues_epoch:
             with RandomStreams(base, ("torch",)).borrowed():
                 return iter(loader)
-        if getattr(base, "next_iter_state", None) is not None:
+        if getattr(base, "next_iter_state", None) is not None and not self._is_placed_by_torchdata:
             self._begin_torchdata_epoch()
+        self._is_placed_by_torchdata = False
         if has_drawn_seed and getattr(loader, "_iterator", None) is None:
             return _iterate_with_spare_seed(loader)
         return iter(loader)
@@ -426,7 +430,7 @@ class DataLoaderAdapter:
         point = self._resume_point()
         own = {**point.state_dict(), **self._randomness()}
         if point.samples:
-            own |= epoch_source(self.base_dataloader, self.split_elsewhere).state_dict()
+            own |= EpochSource.of_loader(self.base_dataloader, self.split_elsewhere).state_dict()
         if not self._has_stateful_base:
             return own
         # Before the first batch there is nothing to save, and torchdata's loader would draw a seed to say so.
@@ -476,6 +480,7 @@ class DataLoaderAdapter:
                 )
             own, inner = {}, state_dict
         check_loader_state(own, "What load_state_dict was given")
+        self._is_placed_by_torchdata = not own
         for seed, base in zip(self._seeds, own.get("base_seeds", ()), strict=False):
             if base is not None:
                 seed.restore(base)
@@ -486,7 +491,7 @@ class DataLoaderAdapter:
         if getattr(self.base_dataloader, "persistent_workers", False):
             self.base_dataloader._iterator = None  # new workers, whose seed is drawn if it was not before the save
         before = EpochSource.from_state_dict(own)
-        now = epoch_source(self.base_dataloader, self.split_elsewhere)
+        now = EpochSource.of_loader(self.base_dataloader, self.split_elsewhere)
         if point.samples and before is not None and now.ends_before(point, before):
             self.dl_state_dict = None
             self._go_to(ResumePoint(point.epoch + 1))

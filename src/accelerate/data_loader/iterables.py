@@ -7,12 +7,12 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from accelerate.data_loader.order import EpochOrder, length_of
+from accelerate.data_loader.order import EpochOrder
 from accelerate.data_loader.plan import GroupNote, GroupPlan, Observations
-from accelerate.data_loader.progress import DataSource, EpochSource, OpenedPass, ResumePoint
-from accelerate.data_loader.samplers import check_splittable, copy_loader, innermost_sampler
+from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint, whole_dataset
+from accelerate.data_loader.samplers import check_splittable, copy_loader
 from accelerate.runtime.torch_private import pin_batch
 
 
@@ -238,27 +238,6 @@ class LeftInFiles(IterableDataset[Any]):
         count = len(self.files)
         for index, taken in enumerate(self.files):
             yield from islice(iter(self.dataset.shard(num_shards=count, index=index)), taken, None)
-
-
-def whole_dataset(loader: Any) -> Any:
-    """Return the dataset of a loader as its user gave it, not one process's view of it."""
-    dataset: Any = getattr(loader, "dataset", None)
-    is_view = isinstance(dataset, DataSource)
-    return dataset.dataset if is_view else dataset
-
-
-def epoch_source(loader: Any, split_elsewhere: int = 0) -> EpochSource:
-    """Return what gives the samples of an epoch of a prepared loader.
-
-    Args:
-        split_elsewhere: Among how many processes the samplers of the user have divided the data, 0 if they have not.
-    """
-    dataset = whole_dataset(loader)
-    if dataset is None or isinstance(dataset, IterableDataset):
-        return EpochSource(samples=length_of(dataset))
-    sampler = innermost_sampler(loader)
-    has_indices = isinstance(sampler, Sampler) and not isinstance(sampler, BatchSampler)
-    return EpochSource(type(sampler).__name__, length_of(sampler if has_indices and not split_elsewhere else dataset))
 
 
 def saves_its_state(loader: Any) -> bool:

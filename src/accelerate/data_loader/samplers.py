@@ -11,9 +11,9 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.data_loader.order import EpochOrder, SingleIndices, batched, has_exact_length, head_and_rest, length_of
-from accelerate.data_loader.plan import BatchSize, Observations, RoundPlan, Share, VaryingRoundPlan
-from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
+from accelerate.data_loader.order import EpochOrder, SingleIndices, batched, has_exact_length, head_and_rest
+from accelerate.data_loader.plan import BatchSize, Observations, RoundPlan, Share, VaryingRoundPlan, length_of
+from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint, outer_batch_sampler
 
 
 def data_shard(
@@ -34,12 +34,6 @@ def data_shard(
     shares = mesh_sizes.get(MeshAxis.DP_REPLICATE, 1) * mesh_sizes.get(MeshAxis.DP_SHARD, 1)
     # The stages of a pipeline are the outermost axis.
     return rank // (tensor * context) % shares, shares
-
-
-def outer_batch_sampler(loader: Any) -> Any:
-    """Return the batch sampler of a loader; it may be given as `sampler=`, for datasets that are indexed by lists."""
-    sampler = getattr(loader, "sampler", None)
-    return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
 
 
 def batch_size_of(loader: Any) -> int | None:
@@ -65,20 +59,6 @@ def _inner_batch_sampler(loader: Any) -> Any:
     while (inner := getattr(part, "batch_sampler", None)) is not None:
         part = inner
     return part
-
-
-def innermost_sampler(loader: Any) -> Any:
-    """Return what gives a map-style loader its order: a sampler, or a batch sampler without one."""
-    part = loader
-    while (inner := _inside(part)) is not None:
-        part = inner
-    return part
-
-
-def _inside(part: Any) -> Any:
-    # Not joined by `or`, which asks a sampler for its length.
-    batch_sampler = outer_batch_sampler(part)
-    return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
 
 
 def copy_with(part: Any, **changes: Any) -> Any:

@@ -232,9 +232,9 @@ def check_places(model: nn.Module, device: torch.device) -> None:
     places = getattr(model, "hf_device_map", None) or {}
     kinds = {str(place) for place in places.values()}
     given = f"This {type(model).__name__} in 8 or 4 bits has hf_device_map={dict(places)!r}"
-    is_offloaded = HOST in kinds and (len(kinds) > 1 or device.type != HOST)
     # Newer versions of bitsandbytes also compute on the CPU.
-    if DISK in kinds or (is_offloaded and not is_bitsandbytes_multi_backend_available()):
+    is_partly_offloaded = HOST in kinds and len(kinds) > 1 and not is_bitsandbytes_multi_backend_available()
+    if DISK in kinds or is_partly_offloaded or (kinds == {HOST} and device.type != HOST):
         raise ConfigurationError(
             f"{given}: modules on the CPU or the disk are offloaded, and quantised weights that are offloaded cannot be "
             "trained. Load the model whole on the device of the process."

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from accelerate._base.constants import HANDLE_SIGNALS
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
 from accelerate.runtime.gradient_clock import Progress
@@ -27,10 +26,6 @@ class RunProgress:
     checkpoints: RunCheckpoints
     preemption: Preemption | None = None
     _reads: int = 0
-
-    def __post_init__(self) -> None:
-        if env.flag(HANDLE_SIGNALS):
-            self.preemption = Preemption()
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the epochs that are left of `total`; a run that was started to go on loads its checkpoint first."""

@@ -18,7 +18,7 @@ from accelerate.collectives.base import Communicator, communicator
 from accelerate.parallel.mesh import averaging_group, axis_group
 from accelerate.parallel.unwrap import plain_name
 from accelerate.runtime.memory import trim_host_memory
-from accelerate.runtime.torch_private import Piece
+from accelerate.runtime.torch_private_fsdp import Piece
 from accelerate.strategies.tools import local, ranks_in
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ from accelerate.checkpointing.torch_files import warn_of_code
 from accelerate.collectives.base import communicator
 from accelerate.parallel.unwrap import CHECKPOINT_WRAPPER, plain_name, plain_optimizer
 from accelerate.runtime import current
-from accelerate.runtime.torch_private import contiguous_placements, flat_parameter_names
+from accelerate.runtime.torch_private import contiguous_placements
+from accelerate.runtime.torch_private_fsdp import flat_parameter_names
 from accelerate.strategies.broadcast_weights import broadcast_state
 from accelerate.strategies.tools import UnshardedParameters, gather_full, parameter_names
 

@@ -156,7 +156,7 @@ def test_a_failed_publish_says_what_is_there(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_failure_elsewhere_is_the_same_error_here(tmp_path: Path) -> None:
-    group = RankGroup(Rehearsed([(0, None, "OSError: full")]), Topology(0, 2, 0, 2, "test"))
+    group = RankGroup(Rehearsed([(0, None, (CheckpointError, "OSError: full"))]), Topology(0, 2, 0, 2, "test"))
     save = staged(tmp_path / "state", lambda folder: folder.write_json("a", 1), group)
     with pytest.raises(CheckpointError, match="Rank 1: OSError: full"):
         save.complete()

@@ -20,7 +20,7 @@ from accelerate.offload.tensors import find_tied_parameters, move_module, moves_
 from accelerate.parallel.compile import checkpoint_blocks, compile_regions_fsdp2, has_repeated_blocks
 from accelerate.parallel.unwrap import extract_model_from_parallel, inner_block, plain_name
 from accelerate.runtime.current import Runtime
-from accelerate.runtime.torch_private import held_back_gradients
+from accelerate.runtime.torch_private_fsdp import held_back_gradients
 from accelerate.strategies import tools
 from accelerate.strategies.base import Capabilities, EngineRequest, Step, Strategy, StrategyContext
 from accelerate.strategies.sharded_state import sharded_parts

@@ -16,7 +16,7 @@ from accelerate._base.errors import ConfigurationError
 from accelerate.parallel.unwrap import inner_block, plain_name
 from accelerate.precision.scaler import SharedGradScaler
 from accelerate.runtime.memory import trim_host_memory
-from accelerate.runtime.torch_private import flat_parameter_names, flat_pieces, flat_shard, is_flattened
+from accelerate.runtime.torch_private_fsdp import flat_parameter_names, flat_pieces, flat_shard, is_flattened
 from accelerate.strategies.base import StrategyContext
 from accelerate.strategies.broadcast_weights import PendingTensor, WeightBroadcast, require_memory
 from accelerate.strategies.fsdp.base import FSDPStrategy, ignored_modules, unit_names

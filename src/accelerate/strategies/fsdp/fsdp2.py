@@ -19,7 +19,8 @@ from accelerate.offload.tensors import move_module
 from accelerate.optimizer import remap_optimizers
 from accelerate.parallel.mesh import build_mesh, submesh
 from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
-from accelerate.runtime.torch_private import contiguous_placements, eager_only, sharded_behind
+from accelerate.runtime.torch_private import contiguous_placements, eager_only
+from accelerate.runtime.torch_private_fsdp import sharded_behind
 from accelerate.strategies.base import Step, StrategyContext
 from accelerate.strategies.broadcast_weights import WeightBroadcast, require_memory
 from accelerate.strategies.fsdp import public

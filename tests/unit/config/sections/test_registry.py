@@ -55,7 +55,7 @@ def flags_of(option: LaunchOption) -> list[str]:
 def test_flags_are_those_of_the_frozen_list() -> None:
     declared = sorted(flag for option in OPTIONS for flag in flags_of(option))
     assert declared == (COMPAT / "launch_flags.txt").read_text().split()
-    assert len(declared) == 150
+    assert len(declared) == 151
 
 
 def test_no_two_options_share_a_flag_a_variable_or_a_key() -> None:
@@ -144,6 +144,7 @@ filters = st.lists(st.text("abc =\"'", min_size=1), min_size=1)
 TEXTS: dict[str, st.SearchStrategy[Any]] = {
     "gradient_clipping": st.one_of(st.just("auto"), st.floats(allow_nan=False)),
     "fp8_override_linear_precision": st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    "deepspeed_entries": st.dictionaries(words, st.integers() | words),
     "tee": streams,
     "redirects": streams,
     "nproc_per_node": st.sampled_from(["1", "16", "auto", "cpu", "gpu", "xpu"]),
