@@ -25,9 +25,8 @@ from accelerate.data_loader.progress import (
     Position,
     ResumePoint,
     check_loader_state,
-    whole_dataset,
 )
-from accelerate.data_loader.samplers import get_sampler, set_sampler
+from accelerate.data_loader.samplers import epoch_source, get_sampler, set_sampler, whole_dataset
 from accelerate.runtime.gradient_clock import GradientState, PassCount
 
 logger = logging.getLogger(__name__)
@@ -180,6 +179,8 @@ class DataLoaderAdapter:
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
         self._misstates_length = False
+        # What gives the samples of the current epoch, or of the one to resume.
+        self._epoch_source: EpochSource | None = None
         # The number that samplers were told last; they begin with 0.
         self._told_epoch = 0
         # Whether the position is known to torchdata's loader alone, from a checkpoint of release 1.15.
@@ -207,12 +208,13 @@ class DataLoaderAdapter:
         return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None, "_generators": None}
 
     def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
-        """Take the seeds that fix the order of each epoch, to save and restore them.
+        """Take the seeds that fix the order of each epoch, to save and restore them, and note what it comes from.
 
         Args:
             reshuffles_after_break: Whether a pass that was left early is followed by another order.
         """
         self._seeds = seeds
+        self._epoch_source = epoch_source(self.base_dataloader, self.split_elsewhere)
         self._reshuffles_after_break = bool(seeds) and reshuffles_after_break
 
     def get_sampler(self) -> Any:
@@ -341,6 +343,7 @@ class DataLoaderAdapter:
 
     def _start_progress(self, progress: EpochProgress, point: ResumePoint) -> None:
         self.epoch_progress = progress
+        self._epoch_source = epoch_source(self.base_dataloader, self.split_elsewhere)
         progress.epoch = self.iteration
         # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
         is_resumed_again = point.batches > 0 and self._num_readers > 0
@@ -429,8 +432,8 @@ class DataLoaderAdapter:
             return self._continued_by.state_dict()
         point = self._resume_point()
         own = {**point.state_dict(), **self._randomness()}
-        if point.samples:
-            own |= EpochSource.of_loader(self.base_dataloader, self.split_elsewhere).state_dict()
+        if point.samples and self._epoch_source is not None:
+            own |= self._epoch_source.state_dict()
         if not self._has_stateful_base:
             return own
         # Before the first batch there is nothing to save, and torchdata's loader would draw a seed to say so.
@@ -490,9 +493,8 @@ class DataLoaderAdapter:
         self._has_drawn_seed = own.get("has_drawn_seed", False)
         if getattr(self.base_dataloader, "persistent_workers", False):
             self.base_dataloader._iterator = None  # new workers, whose seed is drawn if it was not before the save
-        before = EpochSource.from_state_dict(own)
-        now = EpochSource.of_loader(self.base_dataloader, self.split_elsewhere)
-        if point.samples and before is not None and now.ends_before(point, before):
+        before, now = EpochSource.from_state_dict(own), self._epoch_source
+        if point.samples and before is not None and now is not None and now.ends_before(point, before):
             self.dl_state_dict = None
             self._go_to(ResumePoint(point.epoch + 1))
             return

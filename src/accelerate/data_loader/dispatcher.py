@@ -27,13 +27,15 @@ from accelerate.data_loader.channel import (
     StepMessage,
 )
 from accelerate.data_loader.draws import RandomStreams, nested_samplers
-from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp, length_of
-from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint, outer_batch_sampler
+from accelerate.data_loader.order import length_of
+from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
+from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
 from accelerate.data_loader.samplers import (
     IndexShard,
     copy_loader,
     data_shard,
     known_size,
+    outer_batch_sampler,
     skipped_batches,
     without_skips,
 )

@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from accelerate.data_loader.order import EpochOrder
 from accelerate.data_loader.plan import GroupNote, GroupPlan, Observations
-from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint, whole_dataset
-from accelerate.data_loader.samplers import check_splittable, copy_loader
+from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint
+from accelerate.data_loader.samplers import check_splittable, copy_loader, whole_dataset
 from accelerate.runtime.torch_private import pin_batch
 
 

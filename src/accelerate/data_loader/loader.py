@@ -19,23 +19,18 @@ from accelerate.data_loader.adapter import DataLoaderAdapter, DataLoaderStateMix
 from accelerate.data_loader.draws import nested_samplers
 from accelerate.data_loader.file_shards import FileShard, in_step
 from accelerate.data_loader.iterables import AnnotatedBatch, IterableDatasetShard, LeftInFiles, Offset
-from accelerate.data_loader.order import EpochOrder
-from accelerate.data_loader.plan import Observations, PlainPlan, length_of
-from accelerate.data_loader.progress import (
-    DataSource,
-    EpochProgress,
-    OpenedPass,
-    ResumePoint,
-    outer_batch_sampler,
-    whole_dataset,
-)
+from accelerate.data_loader.order import EpochOrder, length_of
+from accelerate.data_loader.plan import Observations, PlainPlan
+from accelerate.data_loader.progress import DataSource, EpochProgress, OpenedPass, ResumePoint
 from accelerate.data_loader.samplers import (
     SkipBatchSampler,
     copy_loader,
     copy_with,
     copy_with_batch_sampler,
     known_size,
+    outer_batch_sampler,
     skipped_batches,
+    whole_dataset,
     without_skips,
 )
 

@@ -20,7 +20,6 @@ from torch.utils.data import (
 
 from accelerate.collectives.base import communicator
 from accelerate.data_loader.draws import Draws, OrderRecord, RandomStreams, forked
-from accelerate.data_loader.plan import length_of
 
 T = TypeVar("T")
 
@@ -387,6 +386,14 @@ def _draws_at_once(sampler: Any) -> bool:
         is_one_permutation = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
         return sampler.generator is None or is_one_permutation
     return type(sampler) in (SubsetRandomSampler, WeightedRandomSampler)
+
+
+def length_of(source: Any) -> int | None:
+    """Return the length that a sampler, dataset or loader says it has, None if it says none."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def has_exact_length(sampler: Any) -> bool:

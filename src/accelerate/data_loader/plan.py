@@ -342,11 +342,3 @@ class GroupNote(NamedTuple):
 
     real: int
     worker: int = 0
-
-
-def length_of(source: Any) -> int | None:
-    """Return the length that a sampler, dataset or loader says it has, None if it says none."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None

@@ -28,7 +28,6 @@ from accelerate.data_loader.global_batches import (
 from accelerate.data_loader.iterables import GroupCollate, IterableDatasetShard, is_hf_dataset
 from accelerate.data_loader.loader import DataLoaderShard, SkipDataLoader
 from accelerate.data_loader.order import DrawnOrder, EpochSeed, SeedableRandomSampler, agree, seeded_order
-from accelerate.data_loader.progress import outer_batch_sampler
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IndexShard,
@@ -37,6 +36,7 @@ from accelerate.data_loader.samplers import (
     copy_loader,
     copy_with_sampler,
     data_shard,
+    outer_batch_sampler,
     without_skips,
 )
 from accelerate.runtime import current

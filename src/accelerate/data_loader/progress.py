@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import warn_once
@@ -23,7 +23,6 @@ from accelerate.data_loader.plan import (
     Observations,
     RoundPlan,
     Share,
-    length_of,
 )
 from accelerate.data_loader.random_states import check_random_states
 
@@ -39,33 +38,6 @@ class Position:
     samples: int = 0
 
 
-def outer_batch_sampler(loader: Any) -> Any:
-    """Return the batch sampler of a loader; it may be given as `sampler=`, for datasets that are indexed by lists."""
-    sampler = getattr(loader, "sampler", None)
-    return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
-
-
-def _innermost_sampler(loader: Any) -> Any:
-    """Return what gives a map-style loader its order: a sampler, or a batch sampler without one."""
-    part = loader
-    while (inner := _inside(part)) is not None:
-        part = inner
-    return part
-
-
-def _inside(part: Any) -> Any:
-    # Not joined by `or`, which asks a sampler for its length.
-    batch_sampler = outer_batch_sampler(part)
-    return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
-
-
-def whole_dataset(loader: Any) -> Any:
-    """Return the dataset of a loader as its user gave it, not one process's view of it."""
-    dataset: Any = getattr(loader, "dataset", None)
-    is_view = isinstance(dataset, DataSource)
-    return dataset.dataset if is_view else dataset
-
-
 class EpochSource(NamedTuple):
     """What the samples of an epoch are given by: the class of the sampler, and their number, None if unknown.
 
@@ -74,20 +46,6 @@ class EpochSource(NamedTuple):
 
     sampler: str = ""
     samples: int | None = None
-
-    @classmethod
-    def of_loader(cls, loader: Any, split_elsewhere: int = 0) -> EpochSource:
-        """Return the source of a prepared loader.
-
-        Args:
-            split_elsewhere: Number of processes among which the user's samplers divide the data, 0 if they do not.
-        """
-        dataset = whole_dataset(loader)
-        if dataset is None or isinstance(dataset, IterableDataset):
-            return cls(samples=length_of(dataset))
-        sampler = _innermost_sampler(loader)
-        has_indices = isinstance(sampler, Sampler) and not isinstance(sampler, BatchSampler)
-        return cls(type(sampler).__name__, length_of(sampler if has_indices and not split_elsewhere else dataset))
 
     def state_dict(self) -> dict[str, Any]:
         """Return it in plain values."""

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import chain, islice, takewhile
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
-from accelerate.data_loader.order import EpochOrder, SingleIndices, batched, has_exact_length, head_and_rest
-from accelerate.data_loader.plan import BatchSize, Observations, RoundPlan, Share, VaryingRoundPlan, length_of
-from accelerate.data_loader.progress import DataSource, OpenedPass, ResumePoint, outer_batch_sampler
+from accelerate.data_loader.order import EpochOrder, SingleIndices, batched, has_exact_length, head_and_rest, length_of
+from accelerate.data_loader.plan import BatchSize, Observations, RoundPlan, Share, VaryingRoundPlan
+from accelerate.data_loader.progress import DataSource, EpochSource, OpenedPass, ResumePoint
 
 
 def data_shard(
@@ -34,6 +34,12 @@ def data_shard(
     shares = mesh_sizes.get(MeshAxis.DP_REPLICATE, 1) * mesh_sizes.get(MeshAxis.DP_SHARD, 1)
     # The stages of a pipeline are the outermost axis.
     return rank // (tensor * context) % shares, shares
+
+
+def outer_batch_sampler(loader: Any) -> Any:
+    """Return the batch sampler of a loader; it may be given as `sampler=`, for datasets that are indexed by lists."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, BatchSampler) else getattr(loader, "batch_sampler", None)
 
 
 def batch_size_of(loader: Any) -> int | None:
@@ -59,6 +65,41 @@ def _inner_batch_sampler(loader: Any) -> Any:
     while (inner := getattr(part, "batch_sampler", None)) is not None:
         part = inner
     return part
+
+
+def innermost_sampler(loader: Any) -> Any:
+    """Return what gives a map-style loader its order: a sampler, or a batch sampler without one."""
+    part = loader
+    while (inner := _inside(part)) is not None:
+        part = inner
+    return part
+
+
+def _inside(part: Any) -> Any:
+    # Not joined by `or`, which asks a sampler for its length.
+    batch_sampler = outer_batch_sampler(part)
+    return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
+
+
+def whole_dataset(loader: Any) -> Any:
+    """Return the dataset of a loader as its user gave it, not one process's view of it."""
+    dataset: Any = getattr(loader, "dataset", None)
+    is_view = isinstance(dataset, DataSource)
+    return dataset.dataset if is_view else dataset
+
+
+def epoch_source(loader: Any, split_elsewhere: int = 0) -> EpochSource:
+    """Return what gives the samples of an epoch of a prepared loader.
+
+    Args:
+        split_elsewhere: Among how many processes the samplers of the user have divided the data, 0 if they have not.
+    """
+    dataset = whole_dataset(loader)
+    if dataset is None or isinstance(dataset, IterableDataset):
+        return EpochSource(samples=length_of(dataset))
+    sampler = innermost_sampler(loader)
+    has_indices = isinstance(sampler, Sampler) and not isinstance(sampler, BatchSampler)
+    return EpochSource(type(sampler).__name__, length_of(sampler if has_indices and not split_elsewhere else dataset))
 
 
 def copy_with(part: Any, **changes: Any) -> Any:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate._base.errors import ConfigurationError, MissingPackageError
 from accelerate._base.imports import is_package_available, require
 from accelerate._base.untrusted import check_regular
+from accelerate.config import env
 from accelerate.runtime.process_group import join_alone, leave
 from accelerate.strategies.megatron.dataset_tokenizer import tokenizer_for
 
@@ -283,12 +284,13 @@ def some_process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    hook = sys.excepthook
+    hook, interface = sys.excepthook, env.get("GLOO_SOCKET_IFNAME")
     join_alone("gloo")
     try:
         yield
     finally:
         leave()
+        env.update({"GLOO_SOCKET_IFNAME": interface})
         # torch 2.13 lets the tracebacks of a group begin with the rank, and does not take that back.
         sys.excepthook = hook
 
