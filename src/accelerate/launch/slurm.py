@@ -9,7 +9,7 @@ from accelerate._base.helpers import Choice
 from accelerate.config import cluster_conflicts
 from accelerate.devices.machine import first_host, port_of_job, tasks_of_nodes
 from accelerate.launch.elastic import agent_plan
-from accelerate.launch.host import Host, Rendezvous, given_port, main_address
+from accelerate.launch.host import LOOPBACK, Host, Rendezvous, given_port, main_address
 from accelerate.launch.plan import Launcher, LaunchPlan, script_command, seconds_to_end, worker_environment
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class SlurmStep:
 
     def rendezvous(self, config: RunConfig, note: str) -> Rendezvous:
         """Return the address and port that all tasks derive alike; the first task gives the note for all."""
-        address = main_address(config) or first_host(self.node_list)
+        # Tasks of one node need no address that other machines can reach.
+        address = main_address(config) or (LOOPBACK if self.nodes == 1 else first_host(self.node_list))
         notes = (note,) if self.rank == 0 else ()
         return Rendezvous(address, given_port(config) or port_of_job(self.job), notes)
 

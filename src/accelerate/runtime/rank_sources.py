@@ -162,7 +162,9 @@ def publish(topology: Topology) -> None:
     nodes = os.environ.get("SLURM_STEP_NODELIST")
     job = os.environ.get("SLURM_JOB_ID")
     if topology.source == "Slurm" and nodes and job:
-        os.environ.setdefault("MASTER_ADDR", machine.first_host(nodes))
+        # Tasks of one node need no address that other machines can reach.
+        is_one_node = os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1" if is_one_node else machine.first_host(nodes))
         os.environ.setdefault("MASTER_PORT", str(machine.port_of_job(job)))
     if "MASTER_ADDR" not in os.environ:
         if topology.local_world_size < topology.world_size:

@@ -331,6 +331,11 @@ def test_a_task_of_srun_takes_its_place(given: dict[str, Any]) -> None:
     assert "becomes rank 0" in plan_of(environment=step(rank=0), **given).notes[0]
 
 
+def test_tasks_of_one_node_meet_at_the_loopback_address() -> None:
+    one_node = step(nodes=1, per_node="4")
+    assert plan_of(environment=one_node, num_processes=4).environment["MASTER_ADDR"] == "127.0.0.1"
+
+
 @pytest.mark.parametrize("given", [{"num_processes": 16}, {"detected": {"num_processes": 8}}])
 def test_one_task_a_node_starts_its_share(given: dict[str, Any]) -> None:
     plan = plan_of(environment=step(rank=1, tasks=2, per_node="1(x2)"), **given)

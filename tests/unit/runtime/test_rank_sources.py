@@ -213,6 +213,14 @@ def test_slurm_processes_derive_one_meeting_point_from_the_job() -> None:
     assert all(15000 <= int(found["MASTER_PORT"]) < 55000 for found in (first, other_job))
 
 
+def test_slurm_processes_of_one_node_meet_at_the_loopback_address() -> None:
+    variables = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
+    found = published(Topology(5, 8, 5, 8, "Slurm"), **variables)
+    assert found["MASTER_ADDR"] == "127.0.0.1"
+    assert found["GLOO_SOCKET_IFNAME"] == machine.interface_of("127.0.0.1")
+    assert found["MASTER_PORT"] == published(Topology(5, 8, 1, 4, "Slurm"), **SLURM)["MASTER_PORT"]
+
+
 def test_a_meeting_file_needs_no_address() -> None:
     with clear_environment(), patch_environment(RANK="0", WORLD_SIZE="2", ACCELERATE_DEBUG_RDV_FILE="/tmp/meeting"):
         topology = rank_sources.detect()
