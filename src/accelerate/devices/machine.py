@@ -310,6 +310,20 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def only_address() -> str | None:
+    """Return an IPv4 address of the only network interface besides the loopback one, None if there are several."""
+    import socket
+
+    import psutil
+
+    outer = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and not is_loopback(entry.address):
+                outer[name] = str(entry.address)
+    return next(iter(outer.values())) if len(outer) == 1 else None
+
+
 def owns_address(host: str) -> bool:
     """Return whether a name or an address leads to an interface of this machine."""
     import socket

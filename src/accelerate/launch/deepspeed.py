@@ -181,7 +181,7 @@ def _plan_without_ssh(config: RunConfig, host: Host) -> LaunchPlan:
         raise conflicts.port_in_use(config, port)
     local = len(machines.hosts[rank].slots)
     values = worker_environment(config, host, local) | {"LOCAL_WORLD_SIZE": str(local)}
-    values |= interface_variables(host, host.address_towards(address))
+    values |= interface_variables(host, host.outer_address(address))
     argv = [*_runner(config, host, machines), "--no_ssh", "--node_rank", str(rank)]
     argv += ["--master_addr", address, "--master_port", str(port)]
     command = (*argv, str(WORKER), script_kind(config), *script_words(config))

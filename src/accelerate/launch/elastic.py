@@ -107,8 +107,11 @@ def agent_plan(
         ConfigurationError: `rdzv_conf` is not a list of pairs.
     """
     backend = str(config["rdzv_backend"] or "static")
-    # By name a machine may find its own loopback address; the others need the one they can reach.
-    local_addr = config["local_addr"] or (host.address_towards(rendezvous.address) if machines > 1 else "127.0.0.1")
+    local_addr = card = config["local_addr"] or ("127.0.0.1" if machines == 1 else None)
+    if local_addr is None:
+        card = host.outer_address(rendezvous.address)
+        # Elsewhere this machine's own name leads to an address that others reach.
+        local_addr = rendezvous.address if host.is_own_name(rendezvous.address) else card
     if rendezvous.port is None:
         # The agent binds the port itself, so that nobody can take it between the choice and the use.
         backend, endpoint = ("c10d" if backend == "static" else backend), "localhost:0"
@@ -135,7 +138,7 @@ def agent_plan(
         signals=tuple(config["signals_to_handle"].split(",")) if config.is_given("signals_to_handle") else None,
         **{name: config[name] for name in _HANDED_ON if config[name] is not None},
     )
-    environment = worker_environment(config, host, local) | interface_variables(host, local_addr)
+    environment = worker_environment(config, host, local) | interface_variables(host, card)
     return LaunchPlan("elastic", recorded_command(config, host), environment, rendezvous.notes, agent)
 
 

@@ -16,8 +16,10 @@ from accelerate.devices.machine import (
     Machine,
     get_free_port,
     interface_of,
+    is_loopback,
     is_port_in_use,
     link_variables,
+    only_address,
     tpu_cores,
 )
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 LOOPBACK = "127.0.0.1"
+# Belongs to no network (RFC 5737), so the way there is the default route.
+_ANOTHER_NETWORK = "203.0.113.1"
 MOST_OF_HOSTFILE = 1_000_000
 """The most bytes of a file that lists machines: more than any cluster needs."""
 NAMES_OF_MACHINES = "Those have letters, digits and any of `_ . : -`, and no `-` in front."
@@ -103,6 +107,16 @@ class Host:
                 return str(probe.getsockname()[0])
         except (OSError, UnicodeError):  # a name such as `10.0..1` cannot even be encoded
             return None
+
+    def is_own_name(self, host: str) -> bool:
+        """Return whether a name leads to a loopback address here, as a machine's own name often does (127.0.1.1)."""
+        return not is_loopback(host) and is_loopback(self.address_towards(host) or "")
+
+    def outer_address(self, host: str) -> str | None:
+        """Return the address at which machines that meet at `host` reach this one, None where it cannot be found out."""
+        if self.is_own_name(host):
+            return self.address_towards(_ANOTHER_NETWORK) or only_address()
+        return self.address_towards(host)
 
     def interface_of(self, address: str) -> str | None:
         """Return the network interface that has an address of this machine."""

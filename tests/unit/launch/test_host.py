@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from accelerate.devices.machine import Machine
+from accelerate.devices.machine import Machine, interface_of, only_address
 from accelerate.launch.host import Host
 
 
@@ -48,6 +50,36 @@ def test_addresses_of_this_machine() -> None:
 @pytest.mark.parametrize("name", ["255.255.255.255", "10.0..1"])
 def test_an_address_that_cannot_be_reached_or_read(name: str) -> None:
     assert Host({}).address_towards(name) is None
+
+
+def test_a_name_of_this_machine_that_leads_to_its_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"node-a": "127.0.0.1", "node-b": "10.0.0.5"}
+    monkeypatch.setattr(Host, "address_towards", lambda host, name: ways.get(name))
+    monkeypatch.setattr("accelerate.launch.host.only_address", lambda: "10.0.0.6")
+    host = Host({})
+    assert [host.is_own_name(name) for name in ("node-a", "node-b", "127.0.0.1", "unknown")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert host.outer_address("node-b") == "10.0.0.5"
+    assert host.outer_address("node-a") == "10.0.0.6"
+    ways["203.0.113.1"] = "10.0.0.7"
+    assert host.outer_address("node-a") == "10.0.0.7"
+
+
+def test_the_only_network_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    def card(*addresses: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
+
+    cards = {"lo": card("127.0.0.1"), "eth0": card("10.0.0.1", "192.168.0.1")}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+    address = only_address()
+    assert address is not None
+    assert interface_of(address) == "eth0"
+    cards["eth1"] = card("10.1.0.1")
+    assert only_address() is None
 
 
 def test_a_machine_without_several_accelerators_needs_no_link_variables() -> None:

@@ -191,6 +191,16 @@ def test_machines(given: dict[str, Any], backend: str, endpoint: str, configs: d
     )
 
 
+def test_the_first_machine_whose_own_name_leads_to_its_loopback_address() -> None:
+    ways = {"node-a": "127.0.0.1", "203.0.113.1": "10.0.0.9"}
+    facts = {"address_towards": ways.get, "interface_of": lambda address: f"card of {address}"}
+    plan = plan_of(facts=facts, **{**MACHINES, "main_process_ip": "node-a", "rdzv_backend": "c10d"})
+    assert plan.elastic is not None
+    # The other machines reach it by its name.
+    assert plan.elastic.local_addr == "node-a"
+    assert plan.environment["GLOO_SOCKET_IFNAME"] == "card of 10.0.0.9"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
