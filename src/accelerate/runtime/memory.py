@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -25,14 +26,20 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Give the device's cached memory back; collect garbage first if asked."""
     if garbage_collection:
         gc.collect()
-        # A thread that is loading a weight of a model keeps the model's weights alive until it is done.
-        for thread in list(current.PREFETCH_THREADS):
-            if thread.is_alive():  # not those of the parent of a forked process, whose locks nobody releases
-                with thread.busy:
-                    pass
+        _wait_for_prefetch_threads()
     active = current.active()
     backend = active.backend if active is not None else registry.default().value
     backend.empty_cache()
+
+
+def _wait_for_prefetch_threads() -> None:
+    # A thread that is loading a weight keeps all weights of its model alive. Locking one thread after the other is not
+    # enough: a thread that was idle may begin to load while another one is waited for. Sorted, so that two callers
+    # cannot wait for each other.
+    with contextlib.ExitStack() as idle:
+        for thread in sorted(current.PREFETCH_THREADS, key=id):
+            if thread.is_alive():  # after a fork, those of the parent are not, and nothing releases their locks
+                idle.enter_context(thread.busy)
 
 
 def trim_host_memory() -> None:

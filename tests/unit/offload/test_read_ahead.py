@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.offload.read_ahead import CallOrder, MemoryBudget, ModuleWeights, ReadAhead, choose_budget
+from accelerate.offload.read_ahead import NUM_THREADS, CallOrder, MemoryBudget, ModuleWeights, ReadAhead, choose_budget
 from accelerate.offload.store import OffloadedWeightsLoader, offload_state_dict
 from accelerate.offload.stored import LoadedTensor, LoadState
+from accelerate.runtime import current
 from accelerate.runtime.memory import release_memory
 
 CPU = torch.device("cpu")
@@ -418,20 +419,34 @@ def test_memory_of_a_model_is_free_once_it_is_released_while_weights_are_being_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, modules = engine(stored(tmp_path / "w.safetensors", "float64"), "1GB", torch.float64)
-    began, may_end = threading.Event(), threading.Event()
+    permits: dict[threading.Thread, threading.Semaphore] = {}
     load = LoadedTensor.load
 
-    def load_slowly(tensor: LoadedTensor) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            began.set()
-            may_end.wait()
+    def load_if_permitted(tensor: LoadedTensor) -> None:
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            permits.setdefault(thread, threading.Semaphore(0)).acquire()
         load(tensor)
 
-    monkeypatch.setattr(LoadedTensor, "load", load_slowly)
+    monkeypatch.setattr(LoadedTensor, "load", load_if_permitted)
     run(made, modules, [0])
-    assert began.wait(60)
+    until(lambda: len(permits) == NUM_THREADS)
     tensors = [weakref.ref(tensor) for module in modules for tensor in module.tensors]
     del made, modules
-    threading.Timer(0.1, may_end.set).start()
-    release_memory()
-    assert not any(tensor() for tensor in tensors)
+    still_there: list[bool] = []
+
+    def release() -> None:
+        release_memory()
+        still_there.append(any(tensor() is not None for tensor in tensors))
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    # One thread ends its load and may begin another one while the release waits for the other thread.
+    first, second = (thread for thread in current.PREFETCH_THREADS if thread in permits)
+    permits[first].release()
+    time.sleep(0.1)
+    permits[second].release(COUNT)
+    releasing.join(0.2)
+    permits[first].release(COUNT)
+    releasing.join()
+    assert still_there == [False]
