@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -45,10 +45,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
 
 def _with_compiled_blocks(module: torch.nn.Module, compile_kwargs: dict[str, Any]) -> torch.nn.Module:
     twin = copy.copy(module)
-    # Children get a dictionary of their own, so that the original keeps its uncompiled ones.
-    twin.__dict__["_modules"] = {}
-    for name, child in module.named_children():
-        twin.__dict__["_modules"][name] = _compiled_child(child, compile_kwargs)
+    _replace_children(twin, lambda child: _compiled_child(child, compile_kwargs))
     for name, value in list(twin.__dict__.items()):
         # A bound method kept on the instance (a wrapped forward, a hook) must act on the twin.
         rebound = _rebind(value, module, twin)
@@ -61,13 +58,18 @@ def _with_compiled_blocks(module: torch.nn.Module, compile_kwargs: dict[str, Any
 def _compiled_child(child: torch.nn.Module, compile_kwargs: dict[str, Any]) -> torch.nn.Module:
     if is_repeated_blocks(child):
         twin = copy.copy(child)
-        twin.__dict__["_modules"] = {
-            name: compile_module(block, **compile_kwargs) for name, block in child.named_children()
-        }
+        _replace_children(twin, lambda block: compile_module(block, **compile_kwargs))
         return twin
     if has_repeated_blocks(child) or not _has_forward(child):
         return _with_compiled_blocks(child, compile_kwargs)
     return compile_module(child, **compile_kwargs)
+
+
+def _replace_children(twin: torch.nn.Module, replace: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    replaced = {id(child): replace(child) for child in twin.children()}
+    # A new dictionary, because the original keeps its uncompiled children. `named_children` skips None and further names
+    # of a child.
+    twin.__dict__["_modules"] = {name: replaced.get(id(child)) for name, child in twin._modules.items()}
 
 
 def _has_forward(module: torch.nn.Module) -> bool:

@@ -279,6 +279,33 @@ def test_modules_outside_of_the_blocks_are_compiled_too() -> None:
     assert graphs()[0] == 4
 
 
+class Shared(torch.nn.Module):
+    """The same block three times, a module with two names, and one that was removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block()] * 3)
+        self.outlet = self.last = torch.nn.Linear(4, 4)
+        self.dropout: torch.nn.Module | None = torch.nn.Dropout()
+        self.dropout = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.last(self.outlet(x))
+        return x if self.dropout is None else self.dropout(x)
+
+
+def test_shared_modules_keep_all_their_names() -> None:
+    model, x = Shared(), torch.ones(2, 4)
+    compiled = compile_regions(model, backend="eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.blocks[0] is compiled.blocks[2]
+    assert compiled.outlet is compiled.last
+    assert len(list(compiled.parameters())) == len(list(model.parameters()))
+    assert len(compiled.state_dict()) == len(model.state_dict())
+
+
 def test_modules_outside_of_the_blocks_are_compiled_in_place() -> None:
     model = Deep()
     expected = model(torch.ones(3, 2))
