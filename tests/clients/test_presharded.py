@@ -35,7 +35,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 4,
 }
-DENSE, EXPERTS = "dense", "experts"
+DENSE, TIED, EXPERTS = "dense", "tied", "experts"
 LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "shards": (DENSE, {"fsdp_size": 4}),
     "shards of tp": (DENSE, {"fsdp_size": 2, "tp_size": 2}),
@@ -43,15 +43,25 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "shards, experts": (EXPERTS, {"fsdp_size": 4, "ep_size": 2}),
     "shards of tp, experts": (EXPERTS, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),
     "shards of tp, experts over all": (EXPERTS, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
+    "two shards": (DENSE, {"fsdp_size": 2}),
+    "two shards, tied": (TIED, {"fsdp_size": 2}),
+    "two shards, experts": (EXPERTS, {"fsdp_size": 2, "ep_size": 2}),
 }
-RESUMED = ("shards of tp", "shards, experts", "shards of tp, experts over all")
+RESUMED = (
+    "shards of tp",
+    "shards, experts",
+    "shards of tp, experts over all",
+    "two shards",
+    "two shards, tied",
+    "two shards, experts",
+)
 
 
 def make(kind: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        if kind == DENSE:
-            return LlamaForCausalLM(LlamaConfig(**SIZES)).double()
+        if kind != EXPERTS:
+            return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=kind == TIED)).double()
         # In float64 torch divides the gradients of experts twice where one rank holds each (torch 2.13).
         return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2))
 
@@ -176,11 +186,21 @@ def refusals(folder: str) -> None:
         accelerator.prepare(evaluated)
 
 
-def everything(folder: str) -> dict[str, Any]:
+def processes_of(name: str) -> int:
+    sizes = LAYOUTS[name][1]
+    return sizes["fsdp_size"] * sizes.get("tp_size", 1) * sizes.get("dp_replicate_size", 1)
+
+
+def everything(folder: str, world_size: int) -> dict[str, Any]:
+    found = {
+        **{name: trained(folder, name) for name in LAYOUTS if processes_of(name) == world_size},
+        **{f"resumed, {name}": resumed(folder, name) for name in RESUMED if processes_of(name) == world_size},
+    }
+    if world_size == 2:
+        return found
     refusals(folder)
     return {
-        **{name: trained(folder, name) for name in LAYOUTS},
-        **{f"resumed, {name}": resumed(folder, name) for name in RESUMED},
+        **found,
         **{precision: mixed(folder, precision) for precision in ("bf16", "fp16")},
         "adapted": adapted(folder),
     }
@@ -192,31 +212,52 @@ def of_one_process(kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("models")
-    for kind in (DENSE, EXPERTS):
+    for kind in (DENSE, TIED, EXPERTS):
         make(kind).save_pretrained(folder / kind)
+    return folder
+
+
+def results_of(folder: Path, world_size: int) -> list[dict[str, Any]]:
     try:
-        return run_group(everything, 4, str(folder))
+        return run_group(everything, world_size, str(folder), world_size)
     except ProcessGroupFailure as failure:
         pytest.fail(str(failure))
 
 
+@pytest.fixture(scope="module")
+def found_by_two(models: Path) -> list[dict[str, Any]]:
+    return results_of(models, 2)
+
+
+@pytest.fixture(scope="module")
+def found(models: Path) -> list[dict[str, Any]]:
+    return results_of(models, 4)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, name: str) -> list[dict[str, Any]]:
+    """Return the results of the processes that a layout needs."""
+    found: list[dict[str, Any]] = request.getfixturevalue("found_by_two" if processes_of(name) == 2 else "found")
+    return found
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_model_sharded_at_load_trains_as_on_one_process(found: list[dict[str, Any]], name: str) -> None:
+def test_a_model_sharded_at_load_trains_as_on_one_process(ranks: list[dict[str, Any]], name: str) -> None:
     kind, sizes = LAYOUTS[name]
     expected = of_one_process(kind)
-    assert found[0][name]["strategy"] == "presharded"
-    assert found[0][name]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
-    assert found[0][name]["norms"] == pytest.approx(expected["norms"], abs=1e-5)
-    assert_same_weights(found[0][name]["weights"], expected["weights"], 1e-5)
-    peers = sizes.get("tp_size", 1)
-    assert [rank[name]["shard"] for rank in found] == [(rank // peers, 4 // peers) for rank in range(4)]
+    assert ranks[0][name]["strategy"] == "presharded"
+    assert ranks[0][name]["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert ranks[0][name]["norms"] == pytest.approx(expected["norms"], abs=1e-5)
+    assert_same_weights(ranks[0][name]["weights"], expected["weights"], 1e-5)
+    peers, count = sizes.get("tp_size", 1), len(ranks)
+    assert [rank[name]["shard"] for rank in ranks] == [(rank // peers, count // peers) for rank in range(count)]
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_model_sharded_at_load_resumes_inside_a_window(found: list[dict[str, Any]], name: str) -> None:
-    straight, resumed = (found[0][f"resumed, {name}"][run] for run in ("straight", "resumed"))
+def test_a_model_sharded_at_load_resumes_inside_a_window(ranks: list[dict[str, Any]], name: str) -> None:
+    straight, resumed = (ranks[0][f"resumed, {name}"][run] for run in ("straight", "resumed"))
     assert straight["norms"] == pytest.approx(of_one_process(LAYOUTS[name][0])["norms"], abs=1e-5)
     assert resumed["losses"] == pytest.approx(straight["losses"][-len(resumed["losses"]) :], rel=1e-12)
     assert len(resumed["losses"]) == 2 * STEPS - 3

@@ -102,17 +102,17 @@ class _OfVersion2(HeldBackGradients):
     """
 
     def __init__(self, unit: Any) -> None:
-        state = private(unit, "_get_fsdp_state")()
+        self.state = private(unit, "_get_fsdp_state")()
         # Before torch 2.13 a unit has one group, or None.
-        groups = getattr(state, "_fsdp_param_groups", None)
-        groups = [private(state, "_fsdp_param_group")] if groups is None else groups
+        groups = getattr(self.state, "_fsdp_param_groups", None)
+        groups = [private(self.state, "_fsdp_param_group")] if groups is None else groups
         self.entries = [parameter for group in groups if group for parameter in private(group, "fsdp_params")]
 
     def parameters(self) -> list[Any]:
         return [id(private(parameter, "sharded_param")) for parameter in self.entries]
 
     def read(self) -> dict[Any, torch.Tensor]:
-        found = {}
+        found: dict[Any, torch.Tensor] = {}
         for key, parameter in zip(self.parameters(), self.entries, strict=True):
             gradient = vars(parameter).get(_ACCUMULATED)
             if gradient is None:
@@ -120,12 +120,13 @@ class _OfVersion2(HeldBackGradients):
             if _CREATE_UNSHARDED in vars(parameter):
                 gradient = vars(parameter)[_CREATE_UNSHARDED].gradient
             if gradient is not None:
-                found[key] = gradient
+                found[key] = found[key] + gradient if key in found else gradient
         return found
 
     def write(self, gradients: Mapping[Any, torch.Tensor]) -> None:
+        rest = dict(gradients)
         for key, parameter in zip(self.parameters(), self.entries, strict=True):
-            given = gradients.get(key)
+            given = rest.pop(key, None)  # once, where weights were tied after sharding
             gradient = None if given is None else given.to(private(parameter, "device"), copy=True)
             vars(parameter).pop(_CREATE_UNSHARDED, None)
             # The gradient of the next pass is added to this one, as if that pass had followed.
@@ -209,9 +210,14 @@ def held_back_gradients(model: torch.nn.Module) -> Iterator[tuple[str, HeldBackG
     """Return the gradients that wait in each unit of a model that FSDP shards, with the name of the unit."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+    states: set[Any] = set()
     for name, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
-            yield name, _OfVersion2(unit)
+            held = _OfVersion2(unit)
+            # Modules that were sharded together are one unit.
+            if held.state not in states:
+                states.add(held.state)
+                yield name, held
         elif isinstance(unit, FullyShardedDataParallel):
             yield name, _OfVersion1(unit)
 

@@ -154,9 +154,10 @@ class FSDPStrategy(Strategy):
         found: dict[str, torch.Tensor] = {}
         names = tools.parameter_names(model)
         for unit, held in held_back_gradients(model):
-            found.update(
-                {_held_name(unit, key, names): self.gather_gradient(grad) for key, grad in held.read().items()}
-            )
+            for key, own in held.read().items():
+                name, gradient = _held_name(unit, key, names), self.gather_gradient(own)
+                # Each unit of a weight that was tied after sharding has the gradient of its modules alone.
+                found[name] = found[name] + gradient if name in found else gradient
         return found
 
     def set_open_gradients(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -168,10 +169,12 @@ class FSDPStrategy(Strategy):
         parameters = {id(parameter): parameter for parameter in model.parameters()}
         for parameter in parameters.values():
             parameter.grad = None
+        rest = dict(gradients)
         for unit, held in held_back_gradients(model):
             own: dict[Any, torch.Tensor] = {}
             for key in held.parameters():
-                gradient = gradients.get(_held_name(unit, key, names))
+                # A parameter in several units gets its gradient in the first of them alone.
+                gradient = rest.pop(_held_name(unit, key, names), None)
                 if gradient is not None:
                     own[key] = self.split_gradient(gradient, parameters.get(key))
             held.write(own)
