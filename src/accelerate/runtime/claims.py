@@ -36,6 +36,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 _MOST_BYTES = 10_000
 """Of a claim or a pulse: what is longer was not written here."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 _RUN = re.compile(r"[0-9a-f]{1,32}")
 
 
@@ -165,7 +166,9 @@ class Claims:
             for pulse, (count, inode) in list(self._pulses.items()):
                 self._pulses[pulse] = (count + 1, inode)
                 # A file that is gone is not made again: whoever is removing the folder would find it not empty.
-                with suppress(OSError), os.fdopen(os.open(pulse, os.O_WRONLY | _NO_LINK), "w") as stream:
+                # A named pipe in its place would otherwise block this thread, and with it all other heartbeats.
+                flags = os.O_WRONLY | _NO_LINK | _NO_WAIT
+                with suppress(OSError), os.fdopen(os.open(pulse, flags), "w") as stream:
                     if os.fstat(stream.fileno()).st_ino == inode:  # and not a link to another file
                         stream.write(_counter(count + 1))
 

@@ -322,8 +322,12 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-def test_a_link_planted_later_is_not_written_to(
+def make_pipe(path: Path, victim: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to, make_pipe])
+def test_a_link_or_pipe_planted_later_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: Callable[[Path, Path], None]
 ) -> None:
     victim = tmp_path / "victim"
