@@ -186,7 +186,10 @@ def publish(stage: Path, target: Path, manifest: Manifest) -> None:
     if stage.parent == target:
         allowed = stat.S_IMODE(target.stat().st_mode) | stat.S_IRWXU
         for file in stage.rglob("*"):
-            file.chmod(stat.S_IMODE(file.stat().st_mode) & allowed)
+            mode = stat.S_IMODE(file.lstat().st_mode)
+            # A link, which a hook may have made, has no mode of its own. Some file systems refuse any chmod.
+            if mode & ~allowed and not file.is_symlink():
+                file.chmod(mode & allowed)
     atomic.sync(path)
     for folder in {stage, *((stage / record.name).parent for record in manifest.files)}:
         atomic.sync(folder)

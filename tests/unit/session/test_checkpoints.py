@@ -461,6 +461,24 @@ class TestLoading:
         assert model[1].weight is model[0].weight
 
 
+def test_links_of_a_hook_are_saved_and_their_targets_keep_their_mode(tmp_path: Path) -> None:
+    folder, target = tmp_path / "state", tmp_path / "target"
+    folder.mkdir(mode=0o700)
+    target.write_text("x")
+    target.chmod(0o644)
+
+    def link(models: Any, weights: Any, output: str) -> None:
+        Path(output, "link").symlink_to(target)
+        Path(output, "broken").symlink_to(tmp_path / "nothing")
+
+    accelerator = make()
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    accelerator.register_save_state_pre_hook(link)
+    accelerator.save_state(folder)
+    assert target.stat().st_mode & 0o777 == 0o644
+    accelerator.load_state(folder)
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_an_existing_folder_stays_the_same_and_as_private_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool
