@@ -75,6 +75,21 @@ def test_machines_meet(meet: Path, backend: str) -> None:
     assert sorted(outputs) == ["met 0 0 [0, 1]\n", "met 1 0 [0, 1]\n"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("backend", "seconds"), [("static", "timeout"), ("c10d", "read_timeout=2,join_timeout")])
+def test_a_machine_that_finds_no_other_ends_with_one_sentence(
+    meet: Path, backend: str, seconds: str, rank: int
+) -> None:
+    port = str(get_free_port())
+    common = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--rdzv_backend", backend]
+    common += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--rdzv_conf", f"{seconds}=2"]
+    done = launch(*common, "--machine_rank", str(rank), str(meet))
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port}" in without_gloo_notes(done.stderr)
+    assert "Traceback" not in done.stderr
+    assert "frame #" not in done.stderr
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_no_machine_waits_for_one_that_failed_after_the_others_were_done(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -345,10 +347,11 @@ def run_agent(
         events.record(agent.get_event_failed(), config.event_log_handler)
         agent.check_out()
         raise
-    except RendezvousError as error:
+    except (RendezvousError, DistError) as error:
+        reason = "not all of them came in time" if isinstance(error, RendezvousTimeoutError) else first_line(error)
         raise ConfigurationError(
-            f"The machines of this run could not meet at {config.rdzv_endpoint}: {first_line(error)}. Start the same "
-            "command on all of them, and let them reach that port."
+            f"The machines of this run could not meet at {config.rdzv_endpoint}: {reason}. Start the same command on all of "
+            "them, and let them reach that port."
         ) from error
     finally:
         if closes:

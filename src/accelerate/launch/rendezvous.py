@@ -170,6 +170,8 @@ class _RestartableRendezvous(StaticTCPRendezvous):
     _fresh: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank != 0 and self._attempts == 0:
+            _await_listener(self.master_addr, self.master_port, int(self.timeout.total_seconds()))
         info = super().next_rendezvous()
         self._attempts += 1
         if self._attempts == 1:
