@@ -35,7 +35,10 @@ RUNS: dict[int, dict[str, tuple[str, dict[str, int]]]] = {
 CASES = [(world_size, name) for world_size, runs in RUNS.items() for name in runs]
 
 
-def train(model: Any, folder: str, shares: int) -> dict[str, list[float]]:
+EVALUATED = "shards, evaluated first"
+
+
+def train(model: Any, folder: str, shares: int, *, evaluates_first: bool = False) -> dict[str, list[float]]:
     """Train with global batches of the same samples on any number of processes."""
     from transformers import Trainer, TrainingArguments
 
@@ -60,6 +63,8 @@ def train(model: Any, folder: str, shares: int) -> dict[str, list[float]]:
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:6])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        if evaluates_first:
+            trainer.evaluate()
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -75,6 +80,8 @@ def everything(folder: str, world_size: int) -> dict[str, Any]:
         fresh_accelerator(cpu=True)
         found[name] = train(load(folder, kind, sizes, torch.float32), folder, sizes["fsdp_size"])
     if world_size == 2:
+        fresh_accelerator(cpu=True)
+        found[EVALUATED] = train(load(folder, *RUNS[2]["shards"], torch.float32), folder, 2, evaluates_first=True)
         for kind in (DENSE, EXPERTS):
             found[kind] = train(make(kind).float(), folder, world_size)
     return found
@@ -109,3 +116,9 @@ def test_a_model_sharded_at_load_trains_as_under_ddp(models: str, world_size: in
     assert len(found["losses"]) == STEPS
     for curve in ("losses", "norms", "eval"):
         assert found[curve] == pytest.approx(expected[curve], abs=1e-5), curve
+
+
+def test_an_evaluation_before_the_training_changes_nothing(models: str) -> None:
+    found = results(models, 2)
+    for curve in ("losses", "norms", "eval"):
+        assert found[EVALUATED][curve] == pytest.approx(found["shards"][curve], rel=1e-6), curve

@@ -20,6 +20,7 @@ from tests.support.sharding import (
     train_words_plainly,
 )
 from tests.support.training import Outcome, assert_near, assert_same_outcome, group_once
+from torch.distributed.fsdp import fully_shard
 
 pytestmark = pytest.mark.multiprocess
 
@@ -65,6 +66,7 @@ EVALUATED = {
     "by class": Sharded(2, BY_CLASS),
     "kept after forward": Sharded(2, {**BY_CLASS, "reshard_after_forward": False}),
     "version 1": Sharded(1, ORIGINAL),
+    "arrives sharded": Sharded(2, sizes={"dp_shard_size": 2}, arrives_sharded=True),
 }
 WAYS = {
     "together": lambda accelerator, model, optimizer: accelerator.prepare(model, optimizer)[1],
@@ -126,7 +128,12 @@ def test_a_window_is_divided_by_its_own_length() -> None:
 def train_evaluated(case: Sharded, way: str, with_gradients: bool) -> Outcome:
     """Create the optimizer after a forward pass without a backward pass, and evaluate before gradients are clipped."""
     accelerator = case.accelerator()
-    model, data = accelerator.prepare_model(make_words(), evaluation_mode=True), make_text()
+    user, data = make_words(), make_text()
+    if case.arrives_sharded:
+        for module in (*user.layers, user):
+            fully_shard(module)
+        loss_of(user, *data[:4])
+    model = accelerator.prepare_model(user, evaluation_mode=True)
     with torch.set_grad_enabled(with_gradients):
         loss_of(model, *data[:4])
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)

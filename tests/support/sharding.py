@@ -101,6 +101,7 @@ class Sharded:
     optimizer_first: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
     on_meta: bool = False
+    arrives_sharded: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,7 +113,7 @@ class Sharded:
             plugin = FullyShardedDataParallelPlugin(fsdp_version=self.version, **self.options)
         normalize = {"normalize": "window"} if self.by_window else {}
         return fresh_accelerator(
-            fsdp_plugin=plugin,
+            fsdp_plugin=None if self.arrives_sharded else plugin,
             mixed_precision=self.precision,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=self.accumulation, **normalize),
             kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)] if self.precision == "fp16" else None,

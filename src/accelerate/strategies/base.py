@@ -50,6 +50,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.formats import Precision
 from accelerate.runtime import current
 from accelerate.runtime.current import Runtime
+from accelerate.strategies.sharded_units import ShardedUnits
 
 if TYPE_CHECKING:  # most runs have no mesh and no engine
     from torch.distributed.device_mesh import DeviceMesh
@@ -214,6 +215,8 @@ class Strategy:
         self.context = context
         self.runtime = context.runtime
         self.precision = context.precision
+        self.sharded_units = ShardedUnits()
+        """Those of all models, also of models that arrive sharded."""
 
     @classmethod
     def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
@@ -302,7 +305,9 @@ class Strategy:
         return compile_module(model, **dynamo.to_kwargs())
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer know of what the strategy does at its steps."""
+        """Let an optimizer know of what the strategy does at its steps, and of parameters that are sharded."""
+        if self.sharded_units:
+            self.sharded_units.follow(optimizer)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Return a context in which backward passes do not exchange gradients."""

@@ -123,6 +123,7 @@ class ParallelStrategy(Strategy):
         return suspended(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super().prepare_optimizer(optimizer)
         tools.update_one_by_one(optimizer)
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | float) -> None:

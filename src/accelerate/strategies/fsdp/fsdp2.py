@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, cast
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accelerate._base.enums import MeshAxis
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate.offload.tensors import move_module
-from accelerate.optimizer import remap_optimizers
 from accelerate.parallel.mesh import build_mesh, submesh
 from accelerate.parallel.tensor import model_has_dtensor, tensor_parallel_step
 from accelerate.runtime.torch_private import contiguous_placements, eager_only
-from accelerate.runtime.torch_private_fsdp import sharded_behind
-from accelerate.strategies.base import Step, StrategyContext
+from accelerate.strategies.base import Step
 from accelerate.strategies.broadcast_weights import WeightBroadcast, require_memory
 from accelerate.strategies.fsdp import public
 from accelerate.strategies.fsdp.base import FSDPStrategy, ignored_modules, unit_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
 
 class FSDP2Strategy(FSDPStrategy):
@@ -37,11 +32,6 @@ class FSDP2Strategy(FSDPStrategy):
     name: ClassVar[str] = "fsdp2"
     version: ClassVar[int] = 2
     prepare_method: ClassVar[str | None] = "_prepare_fsdp2"
-
-    def __init__(self, context: StrategyContext) -> None:
-        super().__init__(context)
-        self._units: WeakSet[nn.Module] = WeakSet()
-        """The sharded modules of all prepared models."""
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -90,7 +80,6 @@ class FSDP2Strategy(FSDPStrategy):
         from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 
         if isinstance(model, FSDPModule):
-            self._units.update(module for module in model.modules() if isinstance(module, FSDPModule))
             return model
         plugin = self.plugin
         self._check_scaler()
@@ -122,42 +111,15 @@ class FSDP2Strategy(FSDPStrategy):
             ignored = self._ignored_parameters(model)
             self.place_unit(module)
             fully_shard(module, reshard_after_forward=reshard, ignored_params=ignored or None, **options)
-            self._units.add(module)
             if weights is not None:
                 weights.send(pending)
+        self.sharded_units.add(model)
         if reshard is None:
             model.register_forward_hook(_reshard_without_backward)
         return model
 
-    def trained(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the sharded parameters in place of gathered ones, which modules may hold after a forward pass."""
-        given = super().trained(parameters)
-        gathered = self._gathered(given)
-        return [gathered.get(parameter, parameter) for parameter in given]
-
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer that was created from gathered parameters update the sharded ones.
-
-        Parameters that a forward pass gathered before the update, for instance an evaluation between backward pass and
-        step, are freed after it: the next pass would compute with the old values.
-        """
-        gathered = self._gathered(entry for group in optimizer.param_groups for entry in group["params"])
-        if gathered:
-            remap_optimizers([optimizer], gathered)
-        with suppress(AttributeError):  # an optimizer that never called torch's constructor has no hooks
-            optimizer.register_step_post_hook(self._free_gathered)
-
-    def _free_gathered(self, *_: Any) -> None:
-        for unit in self._units:
-            cast("FSDPModule", unit).reshard()
-
-    def _gathered(self, parameters: Iterable[torch.Tensor]) -> Mapping[Any, nn.Parameter]:
-        """Return the sharded parameter behind each gathered one; nothing if all of `parameters` are sharded."""
-        # A gathered parameter is not a DTensor, or one that is split over the axis of tensor parallelism alone.
-        layers = (MeshAxis.TP.value,)
-        if all(isinstance(entry, DTensor) and entry.device_mesh.mesh_dim_names != layers for entry in parameters):
-            return {}
-        return sharded_behind(self._units)
+        self.sharded_units.follow(optimizer)  # also if its model is prepared later
 
     def _check_scaler(self) -> None:
         """Refuse to scale gradients that wait in host memory.

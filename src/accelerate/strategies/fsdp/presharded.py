@@ -99,6 +99,7 @@ class PreshardedStrategy(FSDPStrategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Average the gradients of parameters that every rank holds; those of sharded ones are exchanged already."""
+        self.sharded_units.free_gathered()  # gathered parameters look like those that every rank holds
         whole = [parameter for parameter in model.parameters() if parameter.requires_grad and self._is_whole(parameter)]
         if whole and AVERAGER not in model.__dict__:
             model.__dict__[AVERAGER] = GradientAverager(
@@ -110,6 +111,7 @@ class PreshardedStrategy(FSDPStrategy):
         return len(tools.ranks_in(parameter, self.data_ranks)) == 1
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super().prepare_optimizer(optimizer)
         tools.update_one_by_one(optimizer)
 
     @contextmanager
