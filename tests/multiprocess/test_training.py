@@ -375,7 +375,7 @@ def evaluated_before_it_is_trained() -> dict[str, Any]:
 def pickled_accelerator() -> tuple[Any, ...]:
     accelerator = fresh_accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
     accelerator.gather(torch.ones(1))
-    loader = accelerator.prepare(DataLoader(torch.ones(8, 1), batch_size=1))
+    _, loader = accelerator.prepare(line(), DataLoader(torch.ones(8, 1), batch_size=1))
     for _ in loader:
         other = pickle.loads(pickle.dumps(accelerator))
         break

@@ -34,6 +34,9 @@ class DDPStrategy(Strategy):
         super().__init__(context)
         self._wrapped: list[weakref.ref[DistributedDataParallel]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_wrapped": []}  # weak references cannot be pickled
+
     @classmethod
     def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
         """Take every run with several processes."""
