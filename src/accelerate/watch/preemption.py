@@ -17,7 +17,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from accelerate._base.constants import STOP_FOLDER
+from accelerate._base.constants import HANDLE_SIGNALS, STOP_FOLDER
 from accelerate._base.errors import UsageError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
@@ -51,7 +51,6 @@ class Preemption:
         self._is_noting = False
         if threading.current_thread() is threading.main_thread():
             self._listen_for(SIGNALS[1:])
-            _worker_shield(self._process)
 
     def start(self) -> Preemption:
         """Begin to agree with the other processes, and return this object; further calls do nothing."""
@@ -243,6 +242,15 @@ class Agreement:
             f"This process is to stop and waited {_SECONDS_TO_ANSWER:.0f} s for rank(s) {missing}, which have not read "
             "`accelerator.should_stop` or are gone. Every process must read it, at the same steps."
         )
+
+
+def prepare_for_signals() -> Preemption | None:
+    """Prepare for signals before the first `should_stop`, which most programs read after their loaders have workers.
+
+    Loader workers that are forked from now on can outlive SIGTERM. Under a launcher that asks for it, SIGUSR1 is kept.
+    """
+    _worker_shield(os.getpid())
+    return Preemption() if env.flag(HANDLE_SIGNALS) else None
 
 
 @cache
