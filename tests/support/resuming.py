@@ -35,6 +35,26 @@ def real_samples(loaders: list[Any], steps: int | None = None) -> list[int]:
     return seen
 
 
+class RestoredStream(IterableDataset[int]):
+    """Numbers from a dataset that saves and restores its position."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.begin = self.reached = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reached, self.begin = self.begin, 0
+        while self.reached < self.length:
+            self.reached += 1
+            yield self.reached - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reached": self.reached}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["reached"]
+
+
 class Numbers(Dataset[torch.Tensor]):
     """Samples that are their own numbers."""
 

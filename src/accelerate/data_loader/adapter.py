@@ -175,6 +175,7 @@ class DataLoaderAdapter:
         self._skips_to_restored = False
         self._continues_epoch = False
         self._continues_saved = False
+        self._resumed_at = 0
         self._dataset_was_placed = False
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
@@ -328,6 +329,7 @@ class DataLoaderAdapter:
         point, last = self._resume, self.epoch_progress
         self._continues_epoch = self._goes_on
         self._continues_saved = point is not None and point.is_saved
+        self._resumed_at = 0 if point is None else point.samples
         if point is not None:
             self.iteration = point.epoch
         elif self._reshuffles_after_break and last is not None and not last.is_finished:
@@ -356,7 +358,10 @@ class DataLoaderAdapter:
         self._has_drawn_seed = bool(getattr(base, "persistent_workers", False))
         if self._continues_epoch:
             with RandomStreams(base, ("torch",)).borrowed():
-                return iter(loader)
+                try:
+                    return iter(loader)
+                except StopIteration:  # torchdata (0.11) skipped more batches than the dataset has now
+                    return iter(())
         if getattr(base, "next_iter_state", None) is not None and not self._is_placed_by_torchdata:
             self._begin_torchdata_epoch()
         self._is_placed_by_torchdata = False

@@ -27,6 +27,7 @@ from accelerate.data_loader.channel import (
     StepMessage,
 )
 from accelerate.data_loader.draws import RandomStreams, nested_samplers
+from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state
 from accelerate.data_loader.order import length_of
 from accelerate.data_loader.plan import BatchSize, ObservedPlan, Share, clamp
 from accelerate.data_loader.progress import DataSource, EpochProgress, ResumePoint
@@ -142,8 +143,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             self._flush()
             if progress.taken:
                 self._complete()
-            elif point.start:
-                self._end_empty_rest(point.start)
+            elif point.samples:
+                self._end_empty_rest(point.samples)
         finally:
             self.end()
 
@@ -242,6 +243,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read(self, point: ResumePoint) -> Iterator[DispatchStep]:
         base, per_step = self.base_dataloader, self._batches_per_step
+        opening = self._read_opening(point)
         is_placed = point.start > 0 and self._place_dataset(point)
         source = self._sampler_source()
         is_there = source is not None or is_placed or point.is_reached_by_torchdata
@@ -253,8 +255,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         start = 0 if is_there else max(point.start - consumed, 0)
         batches = islice(self._start_reading(base), left_out, None)
         skipped = 0 if point.start else self.skip_batches * per_step
-        opening = list(islice(batches, min(skipped, 1)))
-        batches = islice(batches, max(skipped - 1, 0), None)
+        passed_over = list(islice(batches, min(skipped, 1)))
+        opening = opening or passed_over
+        batches = islice(batches, skipped - len(passed_over), None)
         skipped_by_samplers = 0 if point.start else skipped_batches(nested_samplers(base))
         read_first: Callable[[], Any] | None = None
         if source is not None and (point.samples or skipped_by_samplers):
@@ -289,6 +292,21 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             changes["sampler"] = indices if isinstance(base.sampler, IndexShard) else [indices]
         with RandomStreams(base).borrowed():
             return next(iter(copy_loader(base, **changes)))
+
+    def _read_opening(self, point: ResumePoint) -> list[Any]:
+        """Read the epoch's first batch if the dataset restores its own position, which leaves it unread otherwise."""
+        base = self.base_dataloader
+        dataset: Any = getattr(base, "dataset", None)
+        restores = point.is_reached_by_torchdata or (point.dataset is not None and saves_its_state(base))
+        is_stateful = isinstance(dataset, IterableDataset) and hasattr(dataset, "load_state_dict")
+        if not (is_stateful and restores and point.samples) or self._num_shards == 1 or self._drop_last:
+            return []
+        if is_hf_dataset(dataset, "IterableDataset"):
+            dataset.load_state_dict(None)  # or it begins where it was placed before
+        # Restoring the position afterwards undoes what this read changes in the dataset.
+        copy = copy_loader(base, persistent_workers=False, next_iter_state=None)
+        with RandomStreams(base).borrowed():
+            return list(islice(copy, self.left_out, self.left_out + 1))
 
     def _sampler_source(self) -> DataSource | None:
         return next((part for part in nested_samplers(self.base_dataloader) if isinstance(part, DataSource)), None)

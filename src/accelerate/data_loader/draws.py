@@ -149,6 +149,7 @@ class OrderRecord:
         head: The first items, as text.
         is_forked: Whether the sampler has streams for itself that began with these states, whatever others draw.
         is_complete: Whether all states were kept.
+        is_exhausted: Whether the sampler was drawn to its end, after which it may have drawn random numbers once more.
     """
 
     drawn: int = -1
@@ -156,6 +157,7 @@ class OrderRecord:
     head: list[str] = field(default_factory=list)
     is_forked: bool = False
     is_complete: bool = True
+    is_exhausted: bool = False
 
 
 class Draws:
@@ -172,7 +174,6 @@ class Draws:
     def __init__(self, streams: RandomStreams, record: OrderRecord | None = None) -> None:
         self.streams = streams
         self.record = record or OrderRecord()
-        self.is_exhausted = False
         self.is_watched = False
         self._after: dict[str, Any] = {}
 
@@ -213,7 +214,7 @@ class Draws:
                 record.head.append(str(item))
             record.drawn += 1
             yield item
-        self.is_exhausted = True
+        record.is_exhausted = True
 
     def watched(self, items: Iterator[T]) -> Iterator[T]:
         """Pass items, or batches of them, on, and note what was drawn for each."""
@@ -246,6 +247,8 @@ class Draws:
             for count, states in [*later, (max(record.drawn, 0), {})]:
                 items += islice(opened, count - len(items))
                 self.streams.put(states)
+            if record.is_exhausted:
+                items += opened
             self._after = self.streams.take()
         if record.head != [str(item) for item in items[: len(record.head)]]:
             warn_once(

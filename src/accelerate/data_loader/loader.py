@@ -304,8 +304,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _end_empty(self, progress: EpochProgress) -> None:
         """Count a pass without a batch if it was the rest of an epoch; an empty loader stays where it is."""
-        if progress.plan.start:
-            self._end_empty_rest(progress.plan.start)
+        start = progress.plan.start or self._resumed_at
+        if start:
+            self._end_empty_rest(start)
         self._finish()
 
     def __len__(self) -> int:

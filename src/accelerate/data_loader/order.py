@@ -223,7 +223,7 @@ class DrawnOrder(EpochOrder):
         """Draw what the sampler draws after its last index, for the time of a block; torch's `RandomSampler` does so."""
         draws, length = self._draws, length_of(self._source)
         is_known = draws is not None and draws.record.is_complete and not draws.record.is_forked
-        if draws is None or not is_known or draws.is_exhausted or length is None:
+        if draws is None or not is_known or draws.record.is_exhausted or length is None:
             yield
             return
         with draws.streams.borrowed():
@@ -264,7 +264,8 @@ class DrawnOrder(EpochOrder):
         state = restored.entries[0][1] if restored is not None and restored.entries else streams.take()
         if self.shared:
             state = agree(state)
-        draws = self._begin(streams, OrderRecord(1, [(-1, state)]))
+        was_exhausted = restored is not None and restored.is_exhausted
+        draws = self._begin(streams, OrderRecord(1, [(-1, state)], is_exhausted=was_exhausted))
         # A generator that the user gave goes the same way on each rank; a global one is used on rank 0 alone.
         if restored is None and not (self.shared and is_global and communicator().rank):
             streams.put(state)
@@ -273,9 +274,9 @@ class DrawnOrder(EpochOrder):
             with streams.borrowed():
                 streams.put(state)
                 opened = iter(source)
-                first = list(islice(opened, 1))
+                first = list(islice(opened, None if was_exhausted else 1))
             yield chain(first, opened)
-        draws.is_exhausted = True
+        draws.record.is_exhausted = True
 
     def _open_watched(
         self, source: Iterable[Any], streams: RandomStreams, restored: OrderRecord | None

@@ -39,7 +39,7 @@ class Position:
 
 
 class EpochSource(NamedTuple):
-    """What the samples of an epoch are given by: the class of the sampler, and their number, None if unknown.
+    """What the samples of an epoch are given by: the kind of the sampler, and their number, None if unknown.
 
     Iterable datasets have no sampler; theirs is an empty name.
     """
@@ -65,7 +65,8 @@ class EpochSource(NamedTuple):
             before: What gave the samples up to `point`.
         """
         has_other_length = None not in (self.samples, before.samples) and self.samples != before.samples
-        is_beyond = has_other_length and point.samples >= (self.samples or 0)
+        # A batch sampler may give more samples than its dataset has; such a position does not tell what is left.
+        is_beyond = has_other_length and (self.samples or 0) <= point.samples <= (before.samples or 0)
         reason = None
         if self.sampler != before.sampler:
             names = [source.sampler or "an iterable dataset" for source in (before, self)]
@@ -226,7 +227,7 @@ def _is_order(order: Any) -> bool:
     ):
         return False
     counts = [count for count, _ in record.entries]
-    flags = (record.is_forked, record.is_complete)
+    flags = (record.is_forked, record.is_complete, record.is_exhausted)
     is_told = all(isinstance(text, str) for text in record.head) and all(isinstance(flag, bool) for flag in flags)
     return is_told and is_whole(record.drawn, -1) and counts == sorted(counts) and not (record.is_forked and not counts)
 

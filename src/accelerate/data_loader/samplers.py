@@ -99,7 +99,12 @@ def epoch_source(loader: Any, split_elsewhere: int = 0) -> EpochSource:
         return EpochSource(samples=length_of(dataset))
     sampler = innermost_sampler(loader)
     has_indices = isinstance(sampler, Sampler) and not isinstance(sampler, BatchSampler)
-    return EpochSource(type(sampler).__name__, length_of(sampler if has_indices and not split_elsewhere else dataset))
+    kind = type(sampler).__name__
+    if getattr(sampler, "replacement", False):
+        kind += " with replacement"
+    if getattr(sampler, "shuffle", None) is False:
+        kind += " without shuffling"
+    return EpochSource(kind, length_of(sampler if has_indices and not split_elsewhere else dataset))
 
 
 def copy_with(part: Any, **changes: Any) -> Any:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.resuming import real_samples
+from tests.support.resuming import RestoredStream, real_samples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     get_worker_info,
@@ -469,6 +471,13 @@ CHANGES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, str | None]] 
     "in order, shorter": ({}, 20, {}, 15, None),
     "not shuffled any more": ({"shuffle": True}, 20, {}, 20, "RandomSampler.*SequentialSampler"),
     "shuffled now": ({}, 20, {"shuffle": True}, 20, "SequentialSampler.*RandomSampler"),
+    "with replacement now": (
+        {"shuffle": True},
+        20,
+        {"sampler": RandomSampler(range(20), replacement=True)},
+        20,
+        "by RandomSampler,.*RandomSampler with replacement",
+    ),
     "shuffled, ends earlier": ({"shuffle": True}, 20, {"shuffle": True}, 7, "8 of 20 samples of epoch 1, which has 7"),
     "in order, ends earlier": ({}, 20, {}, 8, "8 of 20 samples of epoch 1, which has 8"),
 }
@@ -531,3 +540,50 @@ def test_a_stream_that_has_become_too_short_is_reported(options: dict[str, Any])
         assert list(loader) == []
     assert [int(entry) for batch in loader for entry in batch] == list(range(6))
     assert loader.iteration == 4
+
+
+def test_a_distributed_sampler_that_no_longer_shuffles_is_reported() -> None:
+    def make(shuffle: bool) -> Any:
+        sampler = DistributedSampler(range(20), num_replicas=2, rank=0, shuffle=shuffle)
+        loader = DataLoader(range(20), batch_size=2, sampler=sampler)
+        return prepare_data_loader(loader, num_processes=2, process_index=0)
+
+    stopped = make(shuffle=True)
+    next(iter(stopped))
+    with pytest.warns(UserWarning, match="DistributedSampler without shuffling"):
+        make(shuffle=False).load_state_dict(stopped.state_dict())
+
+
+def test_batches_beyond_the_length_of_the_dataset_remain_when_it_grows() -> None:
+    def make(length: int) -> Any:
+        repeated = [[index % length] for index in range(3 * length)]
+        return prepare_data_loader(DataLoader(range(length), batch_sampler=repeated))
+
+    stopped = make(4)
+    next(islice(stopped, 8, None))
+    resumed = make(5)
+    with pytest.warns(UserWarning, match="4 samples, and has 5"):
+        resumed.load_state_dict(stopped.state_dict())
+    assert [int(entry) for batch in resumed for entry in batch] == [4, 0, 1, 2, 3, 4]
+    assert resumed.iteration == 1
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("stream", [Stream, RestoredStream])
+@pytest.mark.parametrize("dispatch_batches", [False, True])
+def test_torchdata_reports_a_stream_that_has_become_too_short(stream: Any, dispatch_batches: bool) -> None:
+    stopped, loader = (
+        prepare_data_loader(
+            DataLoader(stream(length), batch_size=2),
+            put_on_device=True,
+            use_stateful_dataloader=True,
+            dispatch_batches=dispatch_batches,
+        )
+        for length in (12, 6)
+    )
+    next(islice(stopped, 3, None))
+    loader.load_state_dict(stopped.state_dict())
+    with pytest.warns(UserWarning, match="8 samples of epoch 0"):
+        assert list(loader) == []
+    assert [int(entry) for batch in loader for entry in batch] == list(range(6))
+    assert loader.iteration == 2
