@@ -193,7 +193,7 @@ def run_command(
         return shutdown.exit_code
     sys.stdout.flush()
     world_size = agents[0].world_size or options.nproc_per_node * options.num_nodes
-    sys.stderr.write(report(failures, world_size, memory, quiet=quiet))
+    sys.stderr.write(report(failures, world_size, memory, quiet=quiet, one_machine=options.num_nodes == 1))
     return exit_code_of(failures)
 
 
@@ -405,15 +405,18 @@ def _failures(known: dict[int, Any], logs: Path, local_world_size: int) -> list[
     """Return the failures that the agent names, and the ends of the workers of this machine that did not fail."""
     found = []
     first_rank = next(rank - failure.local_rank for rank, failure in known.items())
+    agent_ended_some = any(failure.exitcode != -signal.SIGTERM for failure in known.values())
     for local_rank in range(local_world_size):
         rank = first_rank + local_rank
         # The agent names a record only where there is one, and a process that was killed leaves its stack alone.
         folders = sorted(logs.glob(f"*/attempt_*/{local_rank}"), key=_attempt)
-        if rank not in known:
-            end = read_end(folders[-1], rank, local_rank) if folders else None
+        end = read_end(folders[-1], rank, local_rank) if folders else None
+        failure = known.get(rank)
+        # The agent also ends a worker whose script is over and whose interpreter is still shutting down.
+        is_over = end is not None and agent_ended_some
+        if failure is None or (is_over and failure.exitcode == -signal.SIGTERM):
             found += [end] if end is not None else []
             continue
-        failure = known[rank]
         moment, text = read_record(folders[-1] / "error.json") if folders else (None, "")
         # The agent rounds the time at which it noticed the end down to seconds.
         noticed = min(float(failure.timestamp) + 1.0, time.time())

@@ -145,8 +145,19 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
     return min(killed or causes, key=lambda failure: (failure.time, failure.rank))
 
 
-def report(failures: Sequence[Failure], world_size: int, memory: OutOfMemoryKills, *, quiet: bool = False) -> str:
-    """Write the last lines of a run that failed: who, where, how, and the traceback."""
+def report(
+    failures: Sequence[Failure],
+    world_size: int,
+    memory: OutOfMemoryKills,
+    *,
+    quiet: bool = False,
+    one_machine: bool = False,
+) -> str:
+    """Write the last lines of a run that failed: who, where, how, and the traceback.
+
+    Args:
+        one_machine: All workers of the run were on this machine.
+    """
     root = first_failure(failures)
     how = "failed" if root.exit_code else "ended before the others"
     who = f"rank {root.rank} of {world_size} {how} on {socket.gethostname()}"
@@ -154,7 +165,9 @@ def report(failures: Sequence[Failure], world_size: int, memory: OutOfMemoryKill
     others = sorted(failure.rank for failure in failures if failure is not root and failure.exit_code)
     if others:
         lines.append(f"ended after it: rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}")
-    if root.is_echo:
+    if root.is_echo and one_machine:
+        lines.append("It lost its peers: another process ended without a record, as os._exit() does.")
+    elif root.is_echo:
         lines.append("It lost its peers: the cause is probably on another machine; read the end of that one's output.")
     if not quiet:
         lines.append(root.text.rstrip() or _no_text(root))

@@ -416,7 +416,8 @@ def _run_under_agent(worker: FunctionWorker, options: ElasticOptions, **more: An
         return [outcome[rank] for rank in sorted(outcome)]
     root = first_failure(outcome)
     world_size = options.nproc_per_node * options.num_nodes
-    raise ProcessFailedError(report([root], world_size, memory).lstrip("\n-"), root.rank, root.exit_code)
+    text = report([root], world_size, memory, one_machine=options.num_nodes == 1).lstrip("\n-")
+    raise ProcessFailedError(text, root.rank, root.exit_code)
 
 
 def _outcome_under_agent(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from accelerate.launch.agent import _failures
 from accelerate.launch.failure import (
     Failure,
     OutOfMemoryKills,
@@ -61,6 +64,31 @@ def test_the_report_ends_with_the_traceback() -> None:
 
 def test_a_machine_that_only_lost_its_peers_points_elsewhere() -> None:
     assert "another machine" in report([failure(0, 1.0, 1, "RuntimeError: Connection reset by peer")], 4, NOTHING)
+
+
+def test_another_machine_is_not_blamed_in_a_run_on_one() -> None:
+    text = report([failure(0, 1.0, 1, "RuntimeError: Connection reset by peer")], 2, NOTHING, one_machine=True)
+    assert "another machine" not in text
+    assert "another process" in text
+
+
+def record(folder: Path, local_rank: int, name: str, content: dict[str, Any]) -> None:
+    place = folder / "run_1" / "attempt_0" / str(local_rank)
+    place.mkdir(parents=True)
+    (place / name).write_text(json.dumps(content))
+
+
+def test_a_worker_that_the_agent_ended_after_its_script_is_named(tmp_path: Path) -> None:
+    lost = {"extraInfo": {"py_callstack": "RuntimeError: Connection closed by peer", "precise_timestamp": 11.0}}
+    record(tmp_path, 0, "end.json", {"pid": 100, "time": 10.0, "text": "sys.exit(0)"})
+    record(tmp_path, 1, "error.json", {"message": lost})
+    ended = SimpleNamespace(local_rank=0, pid=100, exitcode=-signal.SIGTERM, timestamp=11)
+    known = {3: SimpleNamespace(local_rank=1, pid=101, exitcode=1, timestamp=11), 2: ended}
+    root = first_failure(_failures(known, tmp_path, 2))
+    assert (root.rank, root.exit_code, root.text) == (2, 0, "sys.exit(0)")
+    # A signal from elsewhere is a failure of its own.
+    (alone,) = _failures({2: ended}, tmp_path, 1)
+    assert alone.signal is signal.SIGTERM
 
 
 def test_a_kill_for_lack_of_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
