@@ -390,17 +390,24 @@ def check_optimizer_state(
     """
     plain = plain_optimizer(optimizer)
     kind = type(plain).__name__
+    # Other optimizers may keep states of any shape; so does LBFGS, which flattens all parameters.
+    is_known = type(plain).__module__.startswith("torch.optim.") and not isinstance(plain, torch.optim.LBFGS)
     for number, (own, saved) in enumerate(zip(plain.param_groups, state["param_groups"], strict=False)):
         for name in sorted(own.keys() & ({"lr", *saved} - {"params"})):
             value = saved.get(name)
             is_missing = value is None and isinstance(own[name], int | float) and not isinstance(own[name], bool)
-            if is_missing or _is_other_kind(own[name], value):
+            # Optimizers of torch unpack their betas in each step.
+            is_cut = (
+                is_known
+                and isinstance(own[name], tuple)
+                and isinstance(value, list | tuple)
+                and len(value) != len(own[name])
+            )
+            if is_missing or is_cut or _is_other_kind(own[name], value):
                 raise CheckpointError(
                     f"{origin} holds {name}={shown(value)} in group {number}, and this {kind} has {shown(own[name])}: it is of "
                     "another optimizer, or broken. Use another checkpoint."
                 )
-    # Other optimizers may keep states of any shape; so does LBFGS, which flattens all parameters.
-    is_known = type(plain).__module__.startswith("torch.optim.") and not isinstance(plain, torch.optim.LBFGS)
     for key, entry in state["state"].items():
         if isinstance(key, int) and key not in shapes:
             raise CheckpointError(
@@ -416,12 +423,23 @@ def check_optimizer_state(
                 )
 
 
+_PER_ELEMENT = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"),
+    *("sum", "prev", "step_size", "ax"),
+}
+"""States of torch's optimizers that have one number for each element of a parameter."""
+
+
 def _is_state_of(shape: tuple[int, ...], name: Any, value: Any) -> bool:
     """Return whether an optimizer of torch can keep a value for a parameter: one number, or one for each element."""
+    if value is None:
+        return name not in _PER_ELEMENT or name == "momentum_buffer"  # of SGD before its first step
     if not isinstance(value, torch.Tensor):
-        return value is None or isinstance(value, int | float)
+        return isinstance(value, int | float) and name not in _PER_ELEMENT
     factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}  # of Adafactor
-    return not value.dim() or tuple(value.shape) in (shape, factors.get(name))
+    if tuple(value.shape) in (shape, factors.get(name)):
+        return True
+    return not value.dim() and name not in _PER_ELEMENT
 
 
 class SchedulerPart(ObjectPart):
@@ -460,7 +478,7 @@ def _is_other_kind(own: Any, saved: Any) -> bool:
     if isinstance(own, int | float | torch.Tensor):
         if isinstance(saved, torch.Tensor):
             return saved.numel() != (own.numel() if isinstance(own, torch.Tensor) else 1)
-        return isinstance(saved, str | bytes | list | tuple | dict)
+        return isinstance(saved, str | bytes | complex | list | tuple | dict)
     if not isinstance(own, list | tuple):
         return False
     if isinstance(saved, list | tuple):

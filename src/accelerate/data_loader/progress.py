@@ -149,12 +149,12 @@ class ResumePoint(NamedTuple):
         """Return what `state_dict` gave; `epoch` where it says none."""
         return cls(
             epoch=state.get("epoch", epoch),
-            samples=state.get("samples", 0),
-            unit=state.get("unit", 0),
-            workers=state.get("workers", 0),
-            streams=tuple(state.get("streams", ())),
+            samples=state.get("samples") or 0,
+            unit=state.get("unit") or 0,
+            workers=state.get("workers") or 0,
+            streams=tuple(state.get("streams") or ()),
             rounds=state.get("rounds"),
-            files=tuple(state.get("files", ())),
+            files=tuple(state.get("files") or ()),
             dataset=state.get("dataset"),
             order=OrderRecord(**state["order"]) if state.get("order") else None,
             is_saved=True,

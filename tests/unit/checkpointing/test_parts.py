@@ -9,6 +9,7 @@ import torch
 from tests.support.checkpoints import load_part as load
 from tests.support.checkpoints import save_part as save
 
+from accelerate._base.errors import CheckpointError
 from accelerate.checkpointing.parts import (
     ModelPart,
     OptimizerPart,
@@ -69,6 +70,15 @@ def test_optimizers_of_torch_come_back(tmp_path: Path, kind: str) -> None:
     load(OptimizerPart(other), tmp_path)
     assert other.param_groups[0]["lr"] == 0.1
     assert other.state.keys() == optimizer.state.keys()
+
+
+def test_betas_of_another_number_are_refused(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    saved = torch.optim.Adam([parameter])
+    saved.param_groups[0]["betas"] = (0.9,)
+    save(OptimizerPart(saved), tmp_path)
+    with pytest.raises(CheckpointError, match=r"betas=\(0\.9,\)"):
+        load(OptimizerPart(torch.optim.Adam([parameter])), tmp_path)
 
 
 def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
