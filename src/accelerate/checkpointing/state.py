@@ -425,7 +425,7 @@ class StagedSave:
         try:
             publish(stage, self.target, manifest)
         except Exception as error:  # noqa: BLE001 - the same
-            failure = CheckpointError(f"{named(error)}. {describe_failure(self.target, manifest)}")
+            failure = CheckpointError(f"{named(error).removesuffix('.')}. {describe_failure(self.target, manifest)}")
             failure.__cause__ = error
             return failure
         return None
