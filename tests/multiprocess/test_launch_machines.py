@@ -90,6 +90,18 @@ def test_a_machine_that_finds_no_other_ends_with_one_sentence(
     assert "frame #" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("backend", "pair"), [("static", "timeout=x"), ("c10d", "join_timeout=nan"), ("c10d", "is_host=perhaps")]
+)
+def test_a_setting_of_the_rendezvous_that_torch_cannot_read(meet: Path, backend: str, pair: str) -> None:
+    words = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--rdzv_backend", backend, "--rdzv_conf", pair]
+    words += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
+    done = launch(*words, *(["--machine_rank", "0"] if backend == "static" else []), str(meet))
+    assert done.returncode == 2
+    assert pair in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_no_machine_waits_for_one_that_failed_after_the_others_were_done(

@@ -373,14 +373,22 @@ def _rendezvous_handler(config: LaunchConfig) -> RendezvousHandler:
             return rendezvous_registry.get_rendezvous_handler(parameters)
         except (ValueError, ImportError, RendezvousError) as error:
             raise ConfigurationError(
-                f"--rdzv_backend={config.rdzv_backend!r} cannot be used: {first_line(error)} Write static or c10d, or install "
+                f"--rdzv_backend={config.rdzv_backend!r} cannot be used ({first_line(error)}). Write static or c10d, or install "
                 "what provides that backend."
             ) from error
     if config.max_nodes == 1:
         return OneMachineRendezvous(parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=0)[1], config.run_id)
     from accelerate.launch import rendezvous
 
-    return rendezvous.handler_of_machines(parameters)
+    try:
+        return rendezvous.handler_of_machines(parameters)
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        pairs = ",".join(f"{key}={value}" for key, value in config.rdzv_configs.items())
+        raise ConfigurationError(
+            f"--rdzv_conf={pairs!r} cannot be used ({first_line(error)}). Correct that value."
+        ) from error
 
 
 def _known(values: dict[str, Any], names: Any) -> dict[str, Any]:
