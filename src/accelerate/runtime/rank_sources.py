@@ -11,6 +11,7 @@ from accelerate.devices import machine
 from accelerate.runtime.current import Topology
 
 _DEFAULT_PORT = 29500
+_PET_COUNTS = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,16 @@ def _kubeflow(environ: Mapping[str, str]) -> Topology | None:
     """Take the ranks that Kubeflow means for torchrun, where a machine has one process.
 
     Raises:
-        ConfigurationError: If torchrun would start several processes, or any number of machines.
+        ConfigurationError: If torchrun would start several processes, or find out ranks or the number of machines.
     """
     machines = environ.get("PET_NNODES", "")
-    if machines in ("", "1", "1:1") or "PET_NODE_RANK" not in environ:
+    if machines in ("", "1", "1:1"):
         return None
-    if not machines.isdecimal() or environ.get("PET_NPROC_PER_NODE", "1") != "1":
+    if not machines.isdecimal() or environ.get("PET_NPROC_PER_NODE", "1") != "1" or "PET_NODE_RANK" not in environ:
+        given = ", ".join(f"{name}={environ[name]!r}" for name in _PET_COUNTS if name in environ)
         raise ConfigurationError(
-            f"PET_NNODES={machines!r} and PET_NPROC_PER_NODE={environ.get('PET_NPROC_PER_NODE')!r} ask for processes that a "
-            "launcher starts, and none has started this one. Run the script by `accelerate launch` or torchrun, or unset "
-            "the variables PET_*."
+            f"{given} in the environment is for a launcher, and none has started this process. Run the script by `accelerate "
+            "launch` or torchrun, or unset the variables PET_*."
         )
     return Topology(_integer(environ, "PET_NODE_RANK", 0), _integer(environ, "PET_NNODES", 1), 0, 1, "Kubeflow")
 

@@ -189,6 +189,12 @@ def test_ranks_that_only_a_launcher_can_give(more: dict[str, str]) -> None:
         rank_sources.detect()
 
 
+def test_machines_that_only_a_launcher_can_number() -> None:
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "trainer-0:29400"}
+    with clear_environment(), patch_environment(**variables), pytest.raises(ConfigurationError, match="PET_NNODES='2'"):
+        rank_sources.detect()
+
+
 def test_kubeflow_names_the_first_machine() -> None:
     found = published(Topology(1, 2, 0, 1, "Kubeflow"), PET_MASTER_ADDR="trainer-0", PET_MASTER_PORT="23456")
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("trainer-0", "23456")
