@@ -286,12 +286,11 @@ class Preparer:
                 f"This {type(model).__name__} is spread over several devices by its `hf_device_map`, which cannot be "
                 "replicated over processes. Load it on one device, or run a single process."
             )
-        # A model may arrive sharded, and after a forward pass.
-        self.run.strategy.sharded_units.add(model)
+        self.run.strategy.free_gathered(model)
         self.run.strategy.check_model(model, evaluation=evaluation)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> None:
-        trained = self.run.strategy.sharded_units.trained
+        trained = self.run.strategy.trained
         known = {id(parameter) for model in models for parameter in trained(model.parameters())}
         _refuse_replaced(optimizer)
         if any(id(parameter) in known for group in optimizer.param_groups for parameter in trained(group["params"])):

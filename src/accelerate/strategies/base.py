@@ -11,11 +11,13 @@ The way of a strategy through a run:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -215,8 +217,15 @@ class Strategy:
         self.context = context
         self.runtime = context.runtime
         self.precision = context.precision
-        self.sharded_units = ShardedUnits()
-        """Those of all models, also of models that arrive sharded."""
+
+    @cached_property
+    def sharded_units(self) -> ShardedUnits:
+        """Return the modules of all models that FSDP 2 shards, also of models that arrive sharded."""
+        return ShardedUnits()
+
+    @property
+    def _has_sharded_units(self) -> bool:
+        return "sharded_units" in vars(self)  # the cached property was read
 
     @classmethod
     def selected(cls, request: EngineRequest, runtime: Runtime) -> Choice[bool]:
@@ -242,6 +251,18 @@ class Strategy:
         """
         sizes.fit(runtime.world_size)
         return sizes.get_device_mesh(runtime.device.type)
+
+    def free_gathered(self, model: torch.nn.Module) -> None:
+        """Free the full parameters that a model holds, if it arrives sharded and after a forward pass."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # without it nothing is sharded
+        if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+            self.sharded_units.add(model)
+
+    def trained(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that optimizers update in place of those given."""
+        if self._has_sharded_units:
+            return self.sharded_units.trained(parameters)
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     def check_model(self, model: torch.nn.Module, *, evaluation: bool) -> None:
         """Raise a ConfigurationError, before anything is touched, if this strategy cannot prepare `model`."""
@@ -306,7 +327,7 @@ class Strategy:
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer know of what the strategy does at its steps, and of parameters that are sharded."""
-        if self.sharded_units:
+        if self._has_sharded_units:
             self.sharded_units.follow(optimizer)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:

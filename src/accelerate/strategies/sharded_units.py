@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -36,15 +35,11 @@ class ShardedUnits:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._units = WeakSet()
 
-    def __bool__(self) -> bool:
-        return bool(self._units)
-
     def add(self, model: nn.Module) -> None:
         """Add the sharded modules of a model, and free the parameters that they hold gathered."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is None:  # not imported, so nothing is sharded
-            return
-        self._units.update(module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+        from torch.distributed.fsdp import FSDPModule
+
+        self._units.update(module for module in model.modules() if isinstance(module, FSDPModule))
         self.free_gathered()
 
     def free_gathered(self, *_: Any) -> None:

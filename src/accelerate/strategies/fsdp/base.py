@@ -126,10 +126,10 @@ class FSDPStrategy(Strategy):
             move_module(module, self.runtime.device)
 
     def scale_gradients(self, parameters: Iterable[nn.Parameter], factor: torch.Tensor | float) -> None:
-        tools.scale_gradients(self.sharded_units.trained(parameters), factor)
+        tools.scale_gradients(self.trained(parameters), factor)
 
     def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        trained = self.sharded_units.trained(parameters)
+        trained = self.trained(parameters)
         return tools.clip_grad_norm(trained, max_norm, norm_type, self.runtime.device, groups_of=self.groups_of)
 
     def groups_of(self, parameter: torch.Tensor) -> tools.Groups:
@@ -137,7 +137,7 @@ class FSDPStrategy(Strategy):
         return tools.split_groups(parameter)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        tools.clip_grad_value(self.sharded_units.trained(parameters), clip_value)
+        tools.clip_grad_value(self.trained(parameters), clip_value)
 
     def open_gradients(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the full gradients that this rank has summed up in an open window, which FSDP keeps out of parameters.
