@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from accelerate._base.constants import PREEMPTED_EXIT_CODE
+from accelerate._base.constants import HANDLE_SIGNALS, PREEMPTED_EXIT_CODE
 from accelerate._base.enums import DistributedType, FP8BackendType, RNGType
 from accelerate._base.errors import CheckpointError
 from accelerate._base.helpers import log_once
@@ -27,6 +27,7 @@ from accelerate.checkpointing.export import save_weights, weights_of
 from accelerate.checkpointing.state import Checkpointer, LoadHook, SaveHook
 from accelerate.checkpointing.weight_folder import open_folder
 from accelerate.collectives import metrics, ops
+from accelerate.config import env
 from accelerate.config.knob import KwargsHandler
 from accelerate.config.plugins.quantization import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.plugins.training import (
@@ -57,7 +58,7 @@ from accelerate.session.stepper import GradientStepper, trigger_sync_in_backward
 from accelerate.session.trackers import RunTrackers
 from accelerate.state import AcceleratorState, AxisRank, ProcessControl, View, choose_group
 from accelerate.strategies.base import AcceleratorReference
-from accelerate.watch.preemption import ignore_signals, prepare_for_signals
+from accelerate.watch.preemption import Preemption, ignore_signals
 
 if TYPE_CHECKING:  # most runs have no tracker: their modules are imported by the runs that do
     from accelerate.tracking import GeneralTracker
@@ -177,7 +178,9 @@ class Accelerator(ProcessControl):
         self._stepper = GradientStepper(run, objects, progress)
         checkpointer = Checkpointer(options.project_configuration)
         self._checkpoints = RunCheckpoints(run, objects, self._stepper, progress, checkpointer)
-        self._run_progress = RunProgress(run, objects, progress, self._checkpoints, prepare_for_signals())
+        # Signals during start-up are kept for the first `should_stop`, under a launcher that asks for it.
+        early = Preemption() if env.flag(HANDLE_SIGNALS) else None
+        self._run_progress = RunProgress(run, objects, progress, self._checkpoints, early)
         self._trackers = RunTrackers(run)
         self._cp_context: Callable[..., AbstractContextManager[None]] | None = None
         if options.request.parallelism is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any, cast
@@ -28,6 +29,7 @@ from accelerate.data_loader.progress import (
 )
 from accelerate.data_loader.samplers import epoch_source, get_sampler, set_sampler, whole_dataset
 from accelerate.runtime.gradient_clock import GradientState, PassCount
+from accelerate.runtime.loader_workers import worker_shield
 
 logger = logging.getLogger(__name__)
 
@@ -355,6 +357,8 @@ class DataLoaderAdapter:
     def _start_reading(self, loader: Any) -> Iterator[Any]:
         """Begin to read, and draw the seed of worker processes only where the run that never stopped draws one."""
         base, has_drawn_seed = self.base_dataloader, self._has_drawn_seed
+        if getattr(base, "num_workers", 0):
+            worker_shield(os.getpid())  # most programs start workers before they first read `should_stop`
         self._has_drawn_seed = bool(getattr(base, "persistent_workers", False))
         if self._continues_epoch:
             with RandomStreams(base, ("torch",)).borrowed():

@@ -9,19 +9,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
-from mmap import mmap
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from accelerate._base.constants import HANDLE_SIGNALS, STOP_FOLDER
+from accelerate._base.constants import STOP_FOLDER
 from accelerate._base.errors import UsageError
 from accelerate._base.helpers import warn_once
 from accelerate.config import env
-from accelerate.runtime import current, process_group, torch_private
+from accelerate.runtime import current, process_group
+from accelerate.runtime.loader_workers import worker_shield
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
@@ -60,7 +59,7 @@ class Preemption:
         if threading.current_thread() is threading.main_thread():
             self._listen_for(SIGNALS)
             self._notice = _announce()
-            _worker_shield(self._process)[0] = 1
+            worker_shield(self._process)[0] = 1
         else:
             warn_once(
                 "accelerator.should_stop was first read outside of the main thread, where Python cannot install signal "
@@ -105,7 +104,7 @@ class Preemption:
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
                     if number == signal.SIGTERM:
-                        _worker_shield(self._process)[0] = 0
+                        worker_shield(self._process)[0] = 0
         self._before.clear()
 
     def _listen_for(self, numbers: Iterable[signal.Signals]) -> None:
@@ -242,38 +241,6 @@ class Agreement:
             f"This process is to stop and waited {_SECONDS_TO_ANSWER:.0f} s for rank(s) {missing}, which have not read "
             "`accelerator.should_stop` or are gone. Every process must read it, at the same steps."
         )
-
-
-def prepare_for_signals() -> Preemption | None:
-    """Prepare for signals before the first `should_stop`, which most programs read after their loaders have workers.
-
-    Loader workers that are forked from now on can outlive SIGTERM. Under a launcher that asks for it, SIGUSR1 is kept.
-    """
-    _worker_shield(os.getpid())
-    return Preemption() if env.flag(HANDLE_SIGNALS) else None
-
-
-@cache
-def _worker_shield(process: int) -> mmap:
-    """Return a byte that this process shares with the loader workers it forks: 1 while SIGTERM is not to end them.
-
-    A scheduler that stops a container signals every process of it. Without its workers a loader fails, and the process
-    that is about to save fails with it.
-    """
-    shield = mmap(-1, 1)
-
-    def end_unless_shielded(number: int, frame: FrameType | None) -> None:
-        if not shield[0] or os.getppid() != process:
-            os._exit(0)
-
-    def lower_shield() -> None:
-        if os.getpid() == process:
-            shield[0] = 0
-
-    torch_private.handle_sigterm_in_loader_workers(end_unless_shielded)
-    # multiprocessing ends its daemons by SIGTERM when the interpreter exits, and waits for them.
-    atexit.register(lower_shield)
-    return shield
 
 
 def ignore_signals() -> None:
