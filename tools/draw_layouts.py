@@ -30,7 +30,7 @@ STEPS = (
     ("wrap_forward", "autocast", "innermost, so that all that is around it sees float32"),
     ("checkpoint_activations", "activation checkpoints", "before the compiler, which then sees through them"),
     ("compile_blocks", "compile blocks", "before sharding, so that exchanges stay outside of a graph"),
-    ("wrap", "shard", "each compiled block gathers its weights as one"),
+    ("shard", "shard", "each compiled block gathers its weights as one"),
     ("compile_whole", "compile the whole", "only where blocks are not compiled one by one"),
 )
 
