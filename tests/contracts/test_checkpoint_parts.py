@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.contracts.test_strategies import REFUSED, RUNS
 from tests.support.training import fresh_accelerator, group_once, make_data, make_model
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from accelerate._base.errors import CheckpointError
@@ -58,6 +59,8 @@ class Run:
             **RUNS[name][1](),
         )
         model = make_model(dtype=torch.float32)
+        if name == "presharded":
+            fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         samples = make_data(24 * accelerator.strategy.data_shard()[1], torch.float32)

@@ -55,5 +55,5 @@ def test_an_optimizer_of_parameters_that_were_replaced() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator.prepare(model)
-    with pytest.raises(ValueError, match="Give both to one prepare"):
+    with pytest.raises(ValueError, match="Pass both to one prepare"):
         accelerator.prepare(optimizer)
