@@ -49,6 +49,7 @@ _END_OF_TIME = 253402300800
 _MOST_PROCESSES = 10**6
 _PENDING = f"{atomic.HIDDEN}sealed"
 """The folder of new files that are decided to be the checkpoint, inside the folder of the old one."""
+UNTOUCHED = "Earlier checkpoints are untouched."
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def describe_failure(target: Path, manifest: Manifest) -> str:
         with suppress(CheckpointError):
             if Manifest.read(folder) == manifest:
                 return text
-    return "Earlier checkpoints are untouched."
+    return UNTOUCHED
 
 
 def is_pending(folder: Path) -> bool:

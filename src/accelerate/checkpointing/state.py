@@ -16,7 +16,15 @@ import torch.distributed as dist
 from accelerate._base.errors import CheckpointError, MissingFileError, printable
 from accelerate.checkpointing.catalog import newest_valid, prune
 from accelerate.checkpointing.files import FileProblem, FileRecord, FolderWriter, PendingSave, WorkerThread
-from accelerate.checkpointing.manifest import Facts, Manifest, describe_failure, finish_publish, moment_in, publish
+from accelerate.checkpointing.manifest import (
+    UNTOUCHED,
+    Facts,
+    Manifest,
+    describe_failure,
+    finish_publish,
+    moment_in,
+    publish,
+)
 from accelerate.checkpointing.parts import LoadOptions, ModelPart, Part, Prepared, WeightsPart
 from accelerate.checkpointing.run_parts import check_custom_count
 from accelerate.checkpointing.snapshot import Snapshot
@@ -421,13 +429,11 @@ class StagedSave:
                 )
             claims.check(self.claimed or self.target)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            return error
+            return _unpublished(error, UNTOUCHED)
         try:
             publish(stage, self.target, manifest)
         except Exception as error:  # noqa: BLE001 - the same
-            failure = CheckpointError(f"{named(error).removesuffix('.')}. {describe_failure(self.target, manifest)}")
-            failure.__cause__ = error
-            return failure
+            return _unpublished(error, describe_failure(self.target, manifest))
         return None
 
     def _rotate(self, keep: int) -> None:
@@ -442,6 +448,13 @@ class StagedSave:
         self.folder.close()
         if self.group.leads:
             discard_stage(self.folder.path)
+
+
+def _unpublished(error: Exception, left: str) -> CheckpointError:
+    """Return the error for a checkpoint that is not in place, with what there is of it."""
+    failure = CheckpointError(f"{named(error).removesuffix('.')}. {left}")
+    failure.__cause__ = error
+    return failure
 
 
 def _find(source: Path, group: RankGroup) -> tuple[Manifest | None, Exception | None]:
