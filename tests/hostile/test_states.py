@@ -47,6 +47,7 @@ class TestStates:
             ("optimizer.bin", {"state": {0: 5}, "param_groups": [{"params": [0, 1]}]}),
             ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1], "lr": "0.1"}]}),
             ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1], "lr": 1j}]}),
+            ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1], "lr": float("nan")}]}),
             ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1], "lr": torch.ones(2)}]}),
             ("optimizer.bin", {"state": {}, "param_groups": [{"params": [0, 1]}]}),
             ("optimizer.bin", optimizer_with({0: {"momentum_buffer": torch.ones(3)}})),

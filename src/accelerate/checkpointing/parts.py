@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -403,7 +404,8 @@ def check_optimizer_state(
                 and isinstance(value, list | tuple)
                 and len(value) != len(own[name])
             )
-            if is_missing or is_cut or _is_other_kind(own[name], value):
+            is_nan = isinstance(value, float) and math.isnan(value)
+            if is_missing or is_cut or is_nan or _is_other_kind(own[name], value):
                 raise CheckpointError(
                     f"{origin} holds {name}={shown(value)} in group {number}, and this {kind} has {shown(own[name])}: it is of "
                     "another optimizer, or broken. Use another checkpoint."
