@@ -152,6 +152,8 @@ class DataLoaderAdapter:
     """The loader whose first batches this one leaves out."""
     skip_batches: int = 0
     """Steps at the start of each epoch that every pass leaves out."""
+    left_out: int = 0
+    """Batches at the start of each epoch that no pass reads."""
     split_elsewhere: int = 0
     """Among how many processes the data was divided before it came to prepare, 0 if it was not."""
     differs_between_ranks: bool = False
@@ -351,7 +353,7 @@ class DataLoaderAdapter:
         progress.epoch = self.iteration
         # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
         is_resumed_again = point.batches > 0 and self._num_readers > 0
-        skips = self.skipped_from is not None or self.skip_batches + getattr(self, "left_out", 0) > 0
+        skips = self.skipped_from is not None or self.skip_batches + self.left_out > 0
         progress.torchdata_counts = point.start == 0 and not is_resumed_again and not skips
 
     def _start_reading(self, loader: Any) -> Iterator[Any]:

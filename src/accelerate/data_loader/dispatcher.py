@@ -86,8 +86,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
         self.slice_fn = slice_fn
         self.torch_device_mesh = torch_device_mesh
-        self.left_out = 0
-        """Batches of the loader that every pass leaves out."""
         self.iteration = iteration
         self._channel: SendingEnd | ReceivingEnd | None = None
 

@@ -246,9 +246,9 @@ def saves_its_state(loader: Any) -> bool:
     Worker processes have datasets of their own, which have read ahead: it is only so without them.
     """
     dataset = whole_dataset(loader)
-    if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 1) != 0:
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
-    if not all(hasattr(dataset, name) for name in ("state_dict", "load_state_dict")):
+    if not isinstance(dataset, IterableDataset) or getattr(loader, "num_workers", 1) != 0:
         return False
     return not is_hf_dataset(dataset, "IterableDataset") or _resumes_exactly(dataset)
 

@@ -273,8 +273,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._complete()
 
     def _take_remainder(self, progress: EpochProgress) -> None:
-        if progress.remainder is not None and not self._drop_last:
-            self.remainder = progress.remainder
+        if progress.size is None and progress.observed.total is None:
+            return  # reading has shown nothing that was not known when the pass began
+        remainder = None if self._drop_last else progress.remainder
+        if remainder is not None:
+            self.remainder = remainder
 
     def _read_in_step(self, source: FileShard, progress: EpochProgress, batches: Iterator[Any]) -> Iterator[Any]:
         """Hand out batches until no process has any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -391,7 +391,7 @@ class OpenedPass(NamedTuple):
     dropped: int = 0
 
 
-class DataSource(ABC):
+class DataSource:
     """What a loader's data comes from: a sampler or an iterable dataset that knows one process's part of it.
 
     Kinds of data differ by the plan that their source gives.

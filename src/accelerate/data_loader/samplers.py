@@ -69,16 +69,12 @@ def _inner_batch_sampler(loader: Any) -> Any:
 
 def innermost_sampler(loader: Any) -> Any:
     """Return what gives a map-style loader its order: a sampler, or a batch sampler without one."""
-    part = loader
-    while (inner := _inside(part)) is not None:
-        part = inner
+    inner = part = loader
+    while inner is not None:
+        part, inner = inner, outer_batch_sampler(inner)
+        if inner is None:  # not joined by `or`, which asks a sampler for its length
+            inner = getattr(part, "sampler", None)
     return part
-
-
-def _inside(part: Any) -> Any:
-    # Not joined by `or`, which asks a sampler for its length.
-    batch_sampler = outer_batch_sampler(part)
-    return getattr(part, "sampler", None) if batch_sampler is None else batch_sampler
 
 
 def whole_dataset(loader: Any) -> Any:
@@ -280,9 +276,10 @@ class BatchSamplerShard(BatchSampler, DataSource):
         if not has_exact_length(sampler):
             batches = _counted(batches, observed, start, replace(plan, start=start).num_batches)
         if self.num_processes == 1:
-            opening = list(islice(batches, 1))
-            observed.first = head or [index for batch in opening for index in batch]
-            yield from opening
+            opening: list[int] = next(batches, [])
+            observed.first = head or opening
+            if opening:
+                yield opening
             yield from batches
             return
         for indices, _ in plan.deal(batches, list(batched(iter(head), size, False))):

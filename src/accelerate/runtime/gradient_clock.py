@@ -150,6 +150,8 @@ class GradientState:
     @property
     def passes(self) -> list[PassCount]:
         """Return the counts of the passes over the loaders being iterated."""
+        if not self._loops:
+            return []
         counts = (getattr(loop.loader(), "epoch_progress", None) for loop in self._loops)
         return [count for count in counts if count is not None]
 
