@@ -392,7 +392,7 @@ def check_optimizer_state(
     plain = plain_optimizer(optimizer)
     kind = type(plain).__name__
     # Other optimizers may keep states of any shape; so does LBFGS, which flattens all parameters.
-    is_known = type(plain).__module__.startswith("torch.optim.") and not isinstance(plain, torch.optim.LBFGS)
+    is_known = f"{type(plain).__module__}.".startswith("torch.optim.") and not isinstance(plain, torch.optim.LBFGS)
     for number, (own, saved) in enumerate(zip(plain.param_groups, state["param_groups"], strict=False)):
         for name in sorted(own.keys() & ({"lr", *saved} - {"params"})):
             value = saved.get(name)
@@ -416,11 +416,18 @@ def check_optimizer_state(
                 f"{origin} holds a state of parameter {key}, and this {kind} has {len(shapes)} parameters: it is of another "
                 "optimizer, or broken. Use another checkpoint."
             )
-        for name, value in as_mapping(entry, origin).items() if is_known and key in shapes else ():
+        found = as_mapping(entry, origin) if is_known and key in shapes else {}
+        missing = [name for name in _READ_IN_EACH_STEP.get(kind, ()) if found and name not in found]
+        if missing:
+            raise CheckpointError(
+                f"{origin} has no {missing[0]!r} of parameter {key!r}, which {kind} reads in each step: it is of another "
+                "optimizer, or broken. Use another checkpoint."
+            )
+        for name, value in found.items():
             if not _is_state_of(shapes[key], name, value):
-                found = f"the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+                given = f"the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
                 raise CheckpointError(
-                    f"{origin} holds {shown(name)} of parameter {key!r} with {found}, and the parameter of this {kind} has the "
+                    f"{origin} holds {shown(name)} of parameter {key!r} with {given}, and the parameter of this {kind} has the "
                     f"shape {shapes[key]}: it is of another optimizer, or broken. Use another checkpoint."
                 )
 
@@ -430,6 +437,17 @@ _PER_ELEMENT = {
     *("sum", "prev", "step_size", "ax"),
 }
 """States of torch's optimizers that have one number for each element of a parameter."""
+_READ_IN_EACH_STEP = {
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    **dict.fromkeys(("Adam", "AdamW", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "NAdam": ("step", "exp_avg", "exp_avg_sq", "mu_product"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+}
+"""States that torch's optimizers create in the first step of a parameter, and then rely on."""
 
 
 def _is_state_of(shape: tuple[int, ...], name: Any, value: Any) -> bool:
