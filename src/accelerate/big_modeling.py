@@ -109,6 +109,11 @@ def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterat
         if target == META:
             # Other layers make their parameters on the CPU first, which takes most of the time of a linear layer.
             patches += [(layer, "__init__", _on_meta(layer.__init__)) for layer in _PARAMETERS_ALONE]
+            patches += [
+                (layer, "reset_parameters", _unless_on_meta(layer.__dict__["reset_parameters"]))
+                for layer in _PARAMETERS_ALONE
+                if "reset_parameters" in layer.__dict__
+            ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
@@ -126,7 +131,7 @@ def _unless_empty(function: Callable[..., torch.Tensor]) -> Callable[..., torch.
     @functools.wraps(function)
     def initialise(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensor = args[0] if args else kwargs.get("tensor")
-        if isinstance(tensor, torch.Tensor) and tensor.device == META:
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
             return tensor
         return function(*args, **kwargs)
 
@@ -144,6 +149,18 @@ def _on_meta(make: Callable[..., None]) -> Callable[..., None]:
         make(*args, **kwargs)
 
     return initialise
+
+
+def _unless_on_meta(reset: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Let a layer skip its initialization on the meta device, where only the arguments of the calls take time."""
+
+    @functools.wraps(reset)
+    def reset_parameters(module: nn.Module) -> None:
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_meta:
+            reset(module)
+
+    return reset_parameters
 
 
 def _register_on(device: torch.device) -> Callable[..., None]:
