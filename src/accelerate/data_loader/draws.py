@@ -76,9 +76,9 @@ def nested_samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def own_streams(owner: Any, samplers: Iterable[Any] | None = None) -> dict[str, RandomStream]:
+def own_streams(owner: Any) -> dict[str, RandomStream]:
     """Return the generators that a loader or sampler and samplers inside it have as attributes, each under a number."""
-    owners = [owner, *(nested_samplers(owner) if samplers is None else samplers)]
+    owners = [owner, *nested_samplers(owner)]
     found: dict[int, Any] = {}
     for part in owners:
         is_torchs = type(part) in _TORCHS_OWN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -265,12 +265,14 @@ class BatchSamplerShard(BatchSampler, DataSource):
             # Opened at once, as the loader opens a batch sampler of the user.
             batches = self.order.watched(self.order.open(inner, self.epoch))
             return islice(self._varying_batches(plan, observed, batches, left_out), skip, None)
-        return self._fixed_batches(plan, observed, plan.start + skip * plan.unit)
+        start, origin = plan.start + skip * plan.unit, left_out * self.batch_size
+        return chain.from_iterable(self._fixed_batches(plan, observed, start, origin))
 
-    def _fixed_batches(self, plan: RoundPlan, observed: Observations, start: int) -> Iterator[list[int]]:
+    def _fixed_batches(
+        self, plan: RoundPlan, observed: Observations, start: int, origin: int
+    ) -> Iterator[Iterator[list[int]]]:
         """Yield the batches after `start` samples; the sampler is opened at the first one, as `BatchSampler` does."""
         order, size, sampler = self.order, self.batch_size, self.sampler
-        origin = without_skips(self.batch_sampler)[1] * size
         head, rest = head_and_rest(sampler, plan.unit if start > origin else 0, start, order, self.epoch, origin)
         batches = order.watched(batched(rest, size, self.drop_last))
         if not has_exact_length(sampler):
@@ -278,12 +280,10 @@ class BatchSamplerShard(BatchSampler, DataSource):
         if self.num_processes == 1:
             opening: list[int] = next(batches, [])
             observed.first = head or opening
-            if opening:
-                yield opening
-            yield from batches
-            return
-        for indices, _ in plan.deal(batches, list(batched(iter(head), size, False))):
-            yield indices
+            # Not `yield from`, which takes a step in Python for each batch.
+            yield chain([opening] if opening else [], batches)
+        else:
+            yield (indices for indices, _ in plan.deal(batches, list(batched(iter(head), size, False))))
 
     def _varying_batches(
         self, plan: RoundPlan, observed: Observations, batches: Iterator[list[int]], left_out: int
@@ -366,9 +366,13 @@ def without_skips(batch_sampler: Any) -> tuple[Any, int]:
 
 def skipped_batches(samplers: list[Any]) -> int:
     """Return how many of its first batches a process leaves out, by the samplers of its loader from the outside in."""
-    # What is left out before the data is divided is part of the source's plan.
-    outside = takewhile(lambda part: not isinstance(part, DataSource), samplers)
-    return sum(part.skip_batches for part in outside if isinstance(part, SkipBatchSampler))
+    skipped = 0
+    for part in samplers:
+        if isinstance(part, DataSource):
+            break  # its plan counts what is skipped before the data is divided
+        if isinstance(part, SkipBatchSampler):
+            skipped += part.skip_batches
+    return skipped
 
 
 class IndexShard(Sampler[int]):
