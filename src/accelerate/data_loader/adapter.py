@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate._base.errors import ConfigurationError
 from accelerate._base.helpers import warn_once
 from accelerate._base.imports import require
-from accelerate.data_loader.draws import RandomStreams, nested_samplers, own_streams
+from accelerate.data_loader.draws import RandomStream, RandomStreams, nested_samplers, own_streams
 from accelerate.data_loader.iterables import is_hf_dataset, saves_its_state
 from accelerate.data_loader.order import EpochSeed, SeedableRandomSampler
 from accelerate.data_loader.plan import UNKNOWN_SHARE, MicroBatch, Share
@@ -184,12 +184,16 @@ class DataLoaderAdapter:
         self._seeds: list[EpochSeed] = []
         self._reshuffles_after_break = False
         self._misstates_length = False
+        # What gives the samples of the current epoch, or of the one to resume.
+        self._epoch_source: EpochSource | None = None
         # The number that samplers were told last; they begin with 0.
         self._told_epoch = 0
         # Whether the position is known to torchdata's loader alone, from a checkpoint of release 1.15.
         self._is_placed_by_torchdata = False
         # Whether worker processes that live as long as the loader have got their seed.
         self._has_drawn_seed = False
+        # The generators of loader and samplers, looked up at each pass, because users exchange them.
+        self._generators: dict[str, RandomStream] | None = None
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -206,15 +210,16 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None}
+        return object.__new__, (type(self),), {**self.__dict__, "_continued_by": None, "_generators": None}
 
     def seed_with(self, seeds: list[EpochSeed], *, reshuffles_after_break: bool) -> None:
-        """Take the seeds that fix the order of each epoch, to save and restore them.
+        """Take the seeds that fix the order of each epoch, to save and restore them, and note what it comes from.
 
         Args:
             reshuffles_after_break: Whether a pass that was left early is followed by another order.
         """
         self._seeds = seeds
+        self._epoch_source = epoch_source(self.base_dataloader, self.split_elsewhere)
         self._reshuffles_after_break = bool(seeds) and reshuffles_after_break
 
     def get_sampler(self) -> Any:
@@ -337,12 +342,15 @@ class DataLoaderAdapter:
         else:
             self.iteration = self._chosen_epoch(samplers)
         self._resume = self._continued_by = None
+        of_user = [part for part in samplers if not isinstance(part, DataSource)]
+        self._generators = own_streams(self.base_dataloader, of_user)
         if self.skipped_from is not None:
             self.skipped_from._continued_by = self
         return point or ResumePoint(self.iteration)
 
     def _start_progress(self, progress: EpochProgress, point: ResumePoint) -> None:
         self.epoch_progress = progress
+        self._epoch_source = epoch_source(self.base_dataloader, self.split_elsewhere)
         progress.epoch = self.iteration
         # Resumed twice, torchdata (0.11) counts what it passed over in an iterable dataset once too often.
         is_resumed_again = point.batches > 0 and self._num_readers > 0
@@ -436,8 +444,8 @@ class DataLoaderAdapter:
             return self._continued_by.state_dict()
         point = self._resume_point()
         own = {**point.state_dict(), **self._randomness()}
-        if point.samples:
-            own |= epoch_source(self.base_dataloader, self.split_elsewhere).state_dict()
+        if point.samples and self._epoch_source is not None:
+            own |= self._epoch_source.state_dict()
         if not self._has_stateful_base:
             return own
         # Before the first batch there is nothing to save, and torchdata's loader would draw a seed to say so.
@@ -455,9 +463,10 @@ class DataLoaderAdapter:
         """Return what later orders come from: seeds, and the states of generators that the user gave to the loader."""
         last = self.epoch_progress
         is_at_end = last is not None and not last.is_finished and getattr(self, "end_of_dataloader", False)
-        streams = own_streams(self.base_dataloader)
-        with last.order.finished() if last is not None and is_at_end and streams else nullcontext():
-            generators = {name: stream.take() for name, stream in streams.items()}
+        if self._generators is None:
+            self._generators = own_streams(self.base_dataloader)
+        with last.order.finished() if last is not None and is_at_end and self._generators else nullcontext():
+            generators = {name: stream.take() for name, stream in self._generators.items()}
         own = {"base_seeds": [seed.base for seed in self._seeds], "generators": generators}
         return {**own, "has_drawn_seed": True} if self._has_drawn_seed else own
 
@@ -496,13 +505,11 @@ class DataLoaderAdapter:
         self._has_drawn_seed = own.get("has_drawn_seed", False)
         if getattr(self.base_dataloader, "persistent_workers", False):
             self.base_dataloader._iterator = None  # new workers, whose seed is drawn if it was not before the save
-        before = EpochSource.from_state_dict(own)
-        if point.samples and before is not None:
-            now = epoch_source(self.base_dataloader, self.split_elsewhere)
-            if now.ends_before(point, before):
-                self.dl_state_dict = None
-                self._go_to(ResumePoint(point.epoch + 1))
-                return
+        before, now = EpochSource.from_state_dict(own), self._epoch_source
+        if point.samples and before is not None and now is not None and now.ends_before(point, before):
+            self.dl_state_dict = None
+            self._go_to(ResumePoint(point.epoch + 1))
+            return
         if self._has_stateful_base and inner and own.get("layout", self._layout) == self._layout:
             self._go_to(point._replace(batches=own.get("batches", 0), is_reached_by_torchdata=True))
             self.dl_state_dict = inner

@@ -76,14 +76,16 @@ def nested_samplers(loader: Any) -> list[Any]:
     return list(found.values())
 
 
-def own_streams(owner: Any) -> dict[str, RandomStream]:
+def own_streams(owner: Any, samplers: Iterable[Any] | None = None) -> dict[str, RandomStream]:
     """Return the generators that a loader or sampler and samplers inside it have as attributes, each under a number."""
-    owners = [owner, *nested_samplers(owner)]
+    owners = [owner, *(nested_samplers(owner) if samplers is None else samplers)]
     found: dict[int, Any] = {}
     for part in owners:
         is_torchs = type(part) in _TORCHS_OWN
         values = (getattr(part, "generator", None),) if is_torchs else getattr(part, "__dict__", {}).values()
         for value in values:
+            if value is None:
+                continue
             # Asked by isinstance, torch (2.13) answers in Python for its generators.
             if not _GENERATORS.isdisjoint(type(value).__mro__):
                 found[id(value)] = value

@@ -69,12 +69,14 @@ def _inner_batch_sampler(loader: Any) -> Any:
 
 def innermost_sampler(loader: Any) -> Any:
     """Return what gives a map-style loader its order: a sampler, or a batch sampler without one."""
-    inner = part = loader
-    while inner is not None:
-        part, inner = inner, outer_batch_sampler(inner)
-        if inner is None:  # not joined by `or`, which asks a sampler for its length
-            inner = getattr(part, "sampler", None)
-    return part
+    part = loader
+    while True:
+        # Not joined by `or`, which asks a sampler for its length.
+        batch_sampler, sampler = outer_batch_sampler(part), getattr(part, "sampler", None)
+        inner = sampler if batch_sampler is None else batch_sampler
+        if inner is None:
+            return part
+        part = inner
 
 
 def whole_dataset(loader: Any) -> Any:
