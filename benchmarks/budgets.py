@@ -95,6 +95,19 @@ def paired_lines(label: str, most: float) -> Callable[[Results], Iterator[Line]]
     return read
 
 
+def opening_lines(results: Results) -> Iterator[Line]:
+    ours, other = results[OURS].extra("accelerate"), results.get(REFERENCE)
+    yield Line(
+        label="loader, opening a pass: extra over plain PyTorch",
+        unit="µs",
+        budget="<= 200 µs",
+        ours=ours,
+        passed=ours <= 200,
+        reference=other.extra("accelerate") if other else None,
+        others=(("plain pass of one batch", results[OURS].quiet("plain")),),
+    )
+
+
 def dispatch_lines(results: Results) -> Iterator[Line]:
     ours = results[OURS].median("accelerate")
     other = results.get(REFERENCE)
@@ -328,6 +341,12 @@ CASES = (
             ("dicts", "dicts, default collate"),
             ("workers", "dicts, two workers"),
         )
+    ),
+    Case(
+        "loader",
+        "A pass",
+        Script("loader.py", ("--kind", "opening", "--rounds", "100"), sessions=3),
+        opening_lines,
     ),
     Case("ddp", "DDP", Script("ddp.py", processes=2), paired_lines("DDP on two processes over hand-written DDP", 1.03)),
     Case(

@@ -1,4 +1,4 @@
-"""One batch from a prepared loader against one from the plain DataLoader it was made of."""
+"""One batch, or one pass, of a prepared loader against that of the plain DataLoader it was made of."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ import accelerate
 from accelerate import Accelerator
 
 BATCH = 32
-BATCHES = 100
 
 
 class DictRows(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self) -> None:
-        self.tokens = torch.randint(0, 100, (BATCH * BATCHES, 64))
-        self.labels = torch.randint(0, 2, (BATCH * BATCHES,))
+    def __init__(self, count: int) -> None:
+        self.tokens = torch.randint(0, 100, (count, 64))
+        self.labels = torch.randint(0, 2, (count,))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -29,16 +28,16 @@ class DictRows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
-def tensor_rows() -> TensorDataset:
-    count = BATCH * BATCHES
+def tensor_rows(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 64), torch.randint(0, 2, (count,)))
 
 
-# The rows, and how a loader reads them.
-KINDS: dict[str, tuple[Callable[[], Dataset], dict[str, object]]] = {
-    "tensors": (tensor_rows, {}),
-    "dicts": (DictRows, {}),
-    "workers": (DictRows, {"num_workers": 2, "persistent_workers": True}),
+# The rows, the batches of a pass, and how a loader reads them.
+KINDS: dict[str, tuple[Callable[[int], Dataset], int, dict[str, object]]] = {
+    "tensors": (tensor_rows, 400, {}),
+    "dicts": (DictRows, 400, {}),
+    "workers": (DictRows, 400, {"num_workers": 2, "persistent_workers": True}),
+    "opening": (tensor_rows, 1, {}),
 }
 
 
@@ -58,14 +57,14 @@ def main() -> None:
     torch.set_num_threads(1)
     # Passing file descriptors takes twice the time of everything else, and never the same time.
     torch.multiprocessing.set_sharing_strategy("file_system")
-    make_rows, reading = KINDS[options.kind]
-    rows = make_rows()
+    make_rows, batches, reading = KINDS[options.kind]
+    rows = make_rows(BATCH * batches)
     prepared = Accelerator(cpu=True).prepare(DataLoader(rows, batch_size=BATCH, **reading))
     pair = {"plain": epoch(DataLoader(rows, batch_size=BATCH, **reading)), "accelerate": epoch(prepared)}
     # With workers the loop waits for other processes, which only the wall clock sees.
     clock = time.perf_counter if options.kind == "workers" else time.process_time
     seconds = alternate(pair, options.rounds, clock=clock)
-    micros = {name: [1e6 * value / BATCHES for value in values] for name, values in seconds.items()}
+    micros = {name: [1e6 * value / batches for value in values] for name, values in seconds.items()}
     report(micros, unit="µs per batch", version=accelerate.__version__)
 
 
