@@ -174,6 +174,7 @@ def test_a_value_that_cannot_be_read_is_named(words: list[str], told: str, capsy
 )
 def test_parsed_options_become_those_of_torchrun(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.launchers.commands.detect", lambda environ: GPUS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun sets it where it is missing
     args = launch_command_parser().parse_args([*words, "train.py"])
     prepare_multi_gpu_env(args)
     config, _, _ = config_from_args(_filter_args(args, get_args_parser(), ["train.py"]))
