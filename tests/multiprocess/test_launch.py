@@ -146,7 +146,8 @@ def test_what_torch_cannot_use_is_refused_in_one_sentence(script: Path, options:
 def test_the_next_launch_removes_what_killed_launchers_left(tmp_path: Path) -> None:
     script, place = tmp_path / "wait.py", tmp_path / "temporary"
     place.mkdir()
-    script.write_text("import sys, time\nprint('ready', flush=True)\ntime.sleep(float(sys.argv[1]))\n")
+    # Without `end=''`, an unbuffered print writes the line break separately.
+    script.write_text("import sys, time\nprint('ready\\n', end='', flush=True)\ntime.sleep(float(sys.argv[1]))\n")
     environment = {"TMPDIR": str(place)}
     words = ("--cpu", "--num_processes", "2", str(script))
     runs = [
