@@ -264,8 +264,10 @@ def _write_record(path: Path | None, error: BaseException, text: str) -> None:
         # torch's agent reads whole seconds; the order of failures within one second needs more.
         "extraInfo": {"py_callstack": text, "timestamp": str(int(now)), "precise_timestamp": now},
     }
+    partial = path.with_suffix(".partial")
     try:
-        path.write_text(json.dumps({"message": message}))
+        partial.write_text(json.dumps({"message": message}))
+        partial.replace(path)  # torch's agent may terminate this process at any time, and fails on incomplete JSON
     except OSError as problem:
         sys.stderr.write(f"The failure could not be recorded in {path}: {problem}\n")
 

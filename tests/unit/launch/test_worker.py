@@ -62,6 +62,14 @@ def test_a_failure_without_a_record_is_shown_all_the_same(tmp_path: Path) -> Non
         assert ("The failure could not be recorded in" in done.stderr) is told
 
 
+def test_a_record_that_cannot_be_completed_is_not_left_behind(tmp_path: Path) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+    (tmp_path / "train.py").write_text(limit + FAILING)
+    done = work(tmp_path, "script", "train.py", TORCHELASTIC_ERROR_FILE="error.json")
+    assert "The failure could not be recorded in error.json" in done.stderr
+    assert not (tmp_path / "error.json").exists()  # torch's agent would fail to parse its first ten bytes
+
+
 def test_a_script_may_do_without_the_library(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys\nsys.exit('accelerate' in sys.modules or 7)\n")
     # Without the site packages there is no library to import.
